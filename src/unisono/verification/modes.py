@@ -55,6 +55,10 @@ _HOOKS = (
     "hooks store {names}, and each replica calls them with its own rows: a value stored by name is one "
     "replica's, and a list is in the order in which replicas finish"
 )
+_THREADS = (
+    "forward may read {names}, which this thread has set in a threading.local: the replicas' threads have another value "
+    "there, or none. Pass it as an input, or make it an attribute of the module"
+)
 _JUMPS = (
     "{mode}: in the model's own type, a change of parameters and inputs by {nudge:.0e} of themselves moves some values "
     "by more than is allowed otherwise, as activations at the kink of a ReLU do; they may differ by twice as much"
@@ -466,6 +470,8 @@ def _notes(mode: str, one: RecordedStep, many: RecordedStep) -> Iterator[str]:
         yield f"forward stores {listed(filled)}: {LOST}. If you read them after forward, return them as outputs"
     if many.left[Left.HOOKS]:
         yield _HOOKS.format(names=listed(many.left[Left.HOOKS]))
+    if many.left[Left.THREADS]:
+        yield _THREADS.format(names=listed(many.left[Left.THREADS]))
     if len(many.rows) == 1:
         replicas = "only one replica" if sum(many.rows) else "no replica"
         yield f"{replicas} had rows (samples): give a larger batch"
