@@ -197,7 +197,7 @@ class Threads:
                     try:
                         output = step.forward()
                     except Exception as error:
-                        if isinstance(error, ReplicaTimeout):  # a replica may write even now
+                        if issubclass(type(error), ReplicaTimeout):  # a replica may write even now
                             raise
                         if not step.has_put_back() or _devices.is_out_of_memory(error):
                             raise

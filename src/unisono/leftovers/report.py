@@ -35,9 +35,9 @@ _DRAWN = (
     "or draw outside the model, and pass the result as an input."
 )
 _IN_ONE_THREAD = (
-    "forward of {model} may read {names}, which the calling thread has set in a threading.local: the threads of other "
-    "replicas have another value there, or none, and so other numbers. Pass the value as an input, make it an attribute "
-    "of the module, or use a contextvars.ContextVar: replicas see the caller's."
+    "forward of {model} may read {names}, which the calling thread has set in a threading.local: other replicas are in "
+    "other threads, with another value there, or none. Pass the value as an input, make it an attribute of the module, "
+    "or use a contextvars.ContextVar: replicas see the caller's."
 )
 
 

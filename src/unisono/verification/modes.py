@@ -56,8 +56,8 @@ _HOOKS = (
     "replica's, and a list is in the order in which replicas finish"
 )
 _THREADS = (
-    "forward may read {names}, which this thread has set in a threading.local: the replicas' threads have another value "
-    "there, or none. Pass it as an input, or make it an attribute of the module"
+    "forward may read {names}, which this thread has set in a threading.local: the threads of replicas have another "
+    "value there, or none. Pass it as an input, or make it an attribute of the module"
 )
 _JUMPS = (
     "{mode}: in the model's own type, a change of parameters and inputs by {nudge:.0e} of themselves moves some values "
