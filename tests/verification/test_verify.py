@@ -12,6 +12,7 @@ import types
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from fractions import Fraction
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -1311,6 +1312,8 @@ def floats(x: torch.Tensor) -> list[float]:
         (lambda x: {"n": float(x.sum())}, Cause.ONE_NUMBER_A_SHARD, "one number, output['n'], for its own rows"),
         (lambda x: {"n": float(x.sum())}, Cause.ONE_NUMBER_A_SHARD, "Fix: scalars='sum'"),
         (lambda x: (x, float(x.mean())), Cause.ONE_NUMBER_A_SHARD, "Fix: scalars='mean'"),
+        (lambda x: (x, np.float32(x.mean())), Cause.ONE_NUMBER_A_SHARD, "Fix: scalars='mean'"),
+        (lambda x: (x, Fraction(len(x))), Cause.ONE_NUMBER_A_SHARD, "Fix: scalars='sum'"),
         (lambda x: bool(len(x) > 5), Cause.ONE_NUMBER_A_SHARD, "each replica returned one number"),
         (
             lambda x: (x, f"{len(x[::2]) // 2}"),
