@@ -121,6 +121,12 @@ _OPEN_LEVEL = (
     "before it, has begun it (enter_dual_level) and not ended it. In forward, and around it, write "
     "`with torch.autograd.forward_ad.dual_level():`, without one inside another."
 )
+_GIVEN_WITH_HISTORY = (
+    "a backward inside forward reaches an input that was computed from other tensors, and each replica passes through "
+    "what has computed it: in forward, write backward(retain_graph=True). Where that input's gradient is not needed, "
+    "give the wrapper x.detach()."
+)
+_SECOND_TIME = "backward through the graph a second time"  # torch's words
 # What is added to torch's errors, by a part of their text.
 NOTES = {
     "Nested forward mode AD": _OPEN_LEVEL,
@@ -197,6 +203,8 @@ class Threads:
                     try:
                         output = step.forward()
                     except Exception as error:
+                        if _SECOND_TIME in text_of(error) and not all([live.is_leaf for live, _ in step.reached]):
+                            add_note(error, _GIVEN_WITH_HISTORY)
                         if issubclass(type(error), ReplicaTimeout):  # a replica may write even now
                             raise
                         if not step.has_put_back() or _devices.is_out_of_memory(error):
@@ -280,6 +288,7 @@ class Forward:
     Attributes:
         timings: one a replica.
         linked: the parameters.
+        reached: the live tensors that have got gradients inside forward, each with its gradient.
     """
 
     def __init__(
@@ -295,6 +304,7 @@ class Forward:
         self._tracked = torch.is_grad_enabled()
         self._replay, self._is_again = again, again is not None
         self._buffers_in_backward: BuffersInBackward | None = None
+        self.reached: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.timings = [ReplicaTiming(device, size) for device, size in zip(call.devices, call.sizes, strict=True)]
         with collector_paused:
             if timeline.recording:
@@ -348,7 +358,7 @@ class Forward:
                 raise
             finally:
                 refusal.remove()
-                reached = [*chain.from_iterable([group.collector.end_forward() for group in self._linked])]
+                self.reached += chain.from_iterable([group.collector.end_forward() for group in self._linked])
             for look in looks:
                 look.end(outputs)
             self._replicas.writes = (
@@ -379,8 +389,8 @@ class Forward:
                 graphs = self._graphs([*matched.groups, *of_buffers], outputs_of_boundary)
                 if self._replay is not None and self._is_again:
                     return self._replay.take(graphs)
-                if reached:
-                    pass_on(reached, call.sync_context)
+                if self.reached:
+                    pass_on(self.reached, call.sync_context)
                 joined = join(graphs)
             else:
                 joined = [each.join(each.tensors) for each in outputs_of_boundary]
