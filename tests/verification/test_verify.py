@@ -197,6 +197,15 @@ def make_a_parameter(net: Any, x: torch.Tensor) -> torch.Tensor:
     return x * net.layers[0].scale
 
 
+def test_a_number_of_rows_that_forward_assigns_to_what_was_none() -> None:
+    """R6: all replicas assign the same, so it stays; it was one device's for verify."""
+    model = calls(lambda net, x: setattr(net, "size", x.numel()) or net.layers[0](x), nn.Linear(5, 5))
+    model.size = None
+    report = compared(model, torch.ones(8, 5))
+    assert report.cause is Cause.ATTRIBUTES_OF_REPLICAS
+    assert "updates size" in report.findings[0].text
+
+
 @pytest.mark.parametrize(
     ("make", "where", "name"),
     [(make_a_layer, "layers", "layers.1.weight"), (make_a_parameter, "layers.0", "layers.0.scale")],

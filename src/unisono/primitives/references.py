@@ -19,7 +19,7 @@ import functools
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from itertools import pairwise
 from typing import Any
 
@@ -203,6 +203,7 @@ def _rebuilt(value: Any, replacements: Mapping[int, Any], memo: dict[int, Any]) 
     if isinstance(value, types.MappingProxyType):
         return types.MappingProxyType({new(key): new(item) for key, item in value.items()})
     kind = kind_of(value)
+    items: Iterable[Any]
     if issubclass(kind, dict):
         items = ((new(key), new(item)) for key, item in kind.items(value))
     else:

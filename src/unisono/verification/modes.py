@@ -437,17 +437,18 @@ def _as_samples(value: Any) -> SampleList[Any] | None:
 
 
 def _updated(one: RecordedStep, many: RecordedStep) -> dict[str, torch.Tensor]:
-    """Return the numbers in attributes that the step has updated, on one device or on several."""
+    """Return the numbers in attributes that the step has updated, on one device or on several, or filled on both."""
 
     def is_as_before(step: RecordedStep, name: str) -> bool:
         before, after = one.attributes_before[name], step.attributes.get(name)
         return after is not None and before.dtype == after.dtype and torch.equal(before, after)
 
     names = one.attributes_before.keys() & one.attributes.keys()
+    filled = (one.attributes.keys() & many.attributes.keys()) - one.attributes_before.keys()
     return {
         name: number
         for name, number in one.attributes.items()
-        if name in names and not (is_as_before(one, name) and is_as_before(many, name))
+        if name in filled or (name in names and not (is_as_before(one, name) and is_as_before(many, name)))
     }
 
 
