@@ -261,6 +261,28 @@ def with_attributes(assign: Forward) -> nn.Module:
     return model
 
 
+class Slotted(Square):
+    __slots__ = ("last", "times")
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.times = 0
+
+
+def test_what_forward_assigns_in_slots_is_said(wrap: Wrap) -> None:
+    """R6: it is lost, also what all replicas set alike; it was lost in silence."""
+
+    def assign(model: Any, x: torch.Tensor) -> None:
+        model.slotted.times += 1
+        model.slotted.last = "x"
+
+    for way in ("training", "without gradients", "map", "the verbs"):
+        model = wrap(assigning(assign, slotted=Slotted()), 3)
+        (said,) = [str(each.message) for each in said_by(steps_of(model)[way]) if "assigns" in str(each.message)]
+        assert "forward of Calls assigns slotted.last and slotted.times:" in said, way
+        assert model.module.slotted.times == 0
+
+
 @pytest.mark.parametrize("name", ASSIGNED)
 def test_what_forward_assigns_is_said_once(wrap: Wrap, name: str) -> None:
     """R6: in each way in which replicas run; where the user's line is. It was lost in silence."""

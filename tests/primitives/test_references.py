@@ -35,6 +35,30 @@ class TwoLayers(list):  # a user's list, whose constructor takes other arguments
         super().__init__([first, second])
 
 
+class ReadOnly(dict):  # a user's settings, after `freeze()`
+    __slots__ = ("held",)
+
+    def __setitem__(self, *_: Any) -> None:
+        raise RuntimeError("read only")
+
+    update = pop = clear = setdefault = __delitem__ = __copy__ = __reduce_ex__ = __setitem__
+
+
+class ReadOnlyList(list):
+    __setitem__ = append = extend = insert = __copy__ = __reduce_ex__ = ReadOnly.__setitem__
+
+
+class TwoOf(tuple):
+    def __new__(cls, first: Any, second: Any) -> "TwoOf":
+        return super().__new__(cls, (first, second))
+
+
+class Named(dict):
+    def __init__(self, *args: Any, layer: Any = None) -> None:
+        super().__init__(*args)
+        self.layer = layer
+
+
 live, replica = Live(), Live()
 tensor, own_tensor = torch.zeros(2), torch.ones(2)
 REPLACED = {id(live): replica, id(tensor): own_tensor}
@@ -58,6 +82,11 @@ PLACES: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     "defaultdict": (lambda m: defaultdict(list, a=m), lambda v: v["a"]),
     "dict of a class": (lambda m: AttributeDict(a=m), lambda v: v.a),
     "list of a class": (lambda m: TwoLayers(m, 1), lambda v: v[0]),
+    "dict that refuses": (lambda m: ReadOnly(a=m), lambda v: v["a"]),
+    "list that refuses": (lambda m: ReadOnlyList([m]), lambda v: v[0]),
+    "tuple of a class": (lambda m: TwoOf(m, 1), lambda v: v[0]),
+    "view of a dict": (lambda m: types.MappingProxyType({"a": m}), lambda v: v["a"]),
+    "attribute of a dict with items": (lambda m: Named({"a": m}, layer=m), lambda v: v.layer),
     "bound method": (lambda m: m.method, lambda v: v()),
     "partial's argument": (lambda m: functools.partial(returns, m), lambda v: v()),
     "partial's keyword": (lambda m: functools.partial(returns, value=m), lambda v: v()),
@@ -113,6 +142,12 @@ def test_containers_keep_their_properties() -> None:
     assert table["missing"] == []
     assert rebind(deque([live], maxlen=3), REPLACED).maxlen == 3
     assert rebind(Pair(live, "x"), REPLACED).second == "x"
+    held = ReadOnly(a=live)
+    held.held = 3
+    assert rebind(held, REPLACED).held == 3
+    limits = torch.return_types.max((tensor, 1))
+    assert type(rebind(limits, REPLACED)) is type(limits)
+    assert rebind(limits, REPLACED).values is own_tensor
 
 
 def test_functions_keep_their_properties() -> None:

@@ -824,7 +824,8 @@ def pass_on(reached: Sequence[tuple[torch.Tensor, torch.Tensor]], sync_context: 
     """
     if sync_context is not None:
         raise RuntimeError(_BACKWARD_INSIDE)
-    torch_private.run_backward([tensor for tensor, _ in reached], [grad for _, grad in reached], keep=False)
+    # Kept: the module may have asked for that (retain_graph=True), for the backward after forward.
+    torch_private.run_backward([tensor for tensor, _ in reached], [grad for _, grad in reached], keep=True)
 
 
 def _keep_for_reader(found: Iterable[Gradients]) -> None:

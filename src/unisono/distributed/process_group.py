@@ -53,7 +53,7 @@ _EXIT_S = 10.0  # how long a rank that has failed may take to say why, and to en
 _SLOW_EXIT_S = 60.0  # how long it may take to end if it says that it does
 _BLAME_S = 1.0  # a launcher blames the process that ends first: torchrun has times in whole seconds
 _WRAPPING_S = environment.RENDEZVOUS_S  # how long a rank waits for others to wrap a model, by default
-_PATIENCE_S = 30.0  # how long a rank that has raised an exception may take to go on
+_PATIENCE_S = 30.0  # how long a rank may take to come to a collective before that is said, or to go on after an error
 _MARGIN_S = 5.0
 _MOST_TEXT = 2000  # characters of a failure's reason
 _NUM_GATHERED = 16  # numbers in each all-gather
@@ -68,6 +68,10 @@ _SHARED_DEVICE = (
 _THE_SAME = (
     "Wrap the same models and take the same steps in every process; for loaders of different lengths use "
     "DataParallel.batches(loader)."
+)
+_WAITING = (
+    "rank {rank} has waited {waited_s:g} s for the others at {doing}; {found}. It goes on when they come, or fails "
+    "after {limit_s:g} s. Take the same steps in every process: map and evaluate, too, are called in all."
 )
 _NOT_IN_GROUP = -100  # torch.distributed.GroupMember.NON_GROUP_MEMBER
 
@@ -453,7 +457,7 @@ class Communicator:
         self,
         is_done: Callable[[], bool],
         doing: str,
-        missing: Callable[[], str] = lambda: "",
+        missing: Callable[[], str] | None = None,
         check: Callable[[], None] | None = None,
         block: Callable[[float], None] | None = None,
         key: str = "",
@@ -462,7 +466,7 @@ class Communicator:
         """Wait; now and then check the store for failures.
 
         Args:
-            missing: says, for messages, which ranks are missing.
+            missing: says, for messages, which ranks are missing; None: those that do not wait for the same.
             check: a further check, for an `is_done` that asks the store too, which should not be asked too often.
             block: waits for at most so many seconds, less if it is done before; None: sleep instead.
             key: is in the store while this waits for long.
@@ -491,13 +495,14 @@ class Communicator:
                     self.failure_store.set(f"at/{self.rank}", f"{self._num_comparisons}\n{doing}")
                     if key:
                         self.failure_store.set(key, doing)
-                if not said and now - started > environment.SAID_AFTER_S:
-                    said = True
-                    if who := missing():
-                        times = {"waited_s": environment.SAID_AFTER_S, "limit_s": limit_s}
+                if not said and now - started > (said_after_s := environment.SAID_AFTER_S if missing else _PATIENCE_S):
+                    said, times = True, {"waited_s": said_after_s, "limit_s": limit_s}
+                    if missing is None:
+                        log_once(_WAITING.format(rank=self.rank, doing=doing, found=self._others_at(doing), **times))
+                    elif who := missing():
                         log_once(NOT_THERE.format(rank=self.rank, doing=doing, missing=who, **times))
                 if now - started > limit_s:
-                    self._raise_timeout(doing, missing(), limit_s)
+                    self._raise_timeout(doing, missing() if missing else "", limit_s)
             if block is not None:
                 block(self._check_every_s)
             else:
@@ -514,7 +519,8 @@ class Communicator:
         num_comparisons, _, doing = self.failure_store.get(f"at/{rank}").partition("\n")
         return int(num_comparisons or 0), doing
 
-    def _raise_timeout(self, doing: str, missing: str, waited_s: float) -> None:
+    def _others_at(self, doing: str, missing: str = "") -> str:
+        """Return where other ranks are while this one waits."""
         others = {rank: self._place_of(rank)[1] for rank in range(self.world_size) if rank != self.rank}
         found = [f"rank {rank} waits at {other}" for rank, other in others.items() if other and other != doing]
         not_waiting = [rank for rank, other in others.items() if not other]
@@ -522,10 +528,11 @@ class Communicator:
             found.insert(0, missing)
         elif not_waiting:
             found.append(f"{ranks_of(not_waiting)} {'is' if len(not_waiting) == 1 else 'are'} in no collective")
-        text = (
-            f"rank {self.rank} has waited {waited_s:g} s for the others at {doing}; "
-            f"{'; '.join(found) or 'all ranks wait at the same place'}. {_THE_SAME}"
-        )
+        return "; ".join(found) or "all ranks wait at the same place"
+
+    def _raise_timeout(self, doing: str, missing: str, waited_s: float) -> None:
+        found = self._others_at(doing, missing)
+        text = f"rank {self.rank} has waited {waited_s:g} s for the others at {doing}; {found}. {_THE_SAME}"
         self.report_failure(text)
         raise self._failure(text)
 

@@ -123,6 +123,12 @@ _OPEN_LEVEL = (
     "before it, has begun it (enter_dual_level) and not ended it. In forward, and around it, write "
     "`with torch.autograd.forward_ad.dual_level():`, without one inside another."
 )
+_GIVEN_WITH_HISTORY = (
+    "a backward inside forward reaches an input that was computed from other tensors, and each replica passes through "
+    "what has computed it: in forward, write backward(retain_graph=True). Where that input's gradient is not needed, "
+    "give the wrapper x.detach()."
+)
+_SECOND_TIME = "backward through the graph a second time"  # torch's words
 # What is added to torch's errors, by a part of their text.
 NOTES = {
     "Nested forward mode AD": _OPEN_LEVEL,
@@ -200,7 +206,9 @@ class Threads:
                     try:
                         output = step.forward()
                     except Exception as error:
-                        if isinstance(error, ReplicaTimeout):  # a replica may write even now
+                        if _SECOND_TIME in text_of(error) and not all([live.is_leaf for live, _ in step.reached]):
+                            add_note(error, _GIVEN_WITH_HISTORY)
+                        if issubclass(type(error), ReplicaTimeout):  # a replica may write even now
                             raise
                         if not step.has_put_back() or _devices.is_out_of_memory(error):
                             raise
@@ -283,6 +291,7 @@ class Forward:
     Attributes:
         timings: one a replica.
         linked: the parameters.
+        reached: the live tensors that have got gradients inside forward, each with its gradient.
     """
 
     def __init__(
@@ -298,6 +307,7 @@ class Forward:
         self._tracked = torch.is_grad_enabled()
         self._replay, self._is_again = again, again is not None
         self._buffers_in_backward: BuffersInBackward | None = None
+        self.reached: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.timings = [ReplicaTiming(device, size) for device, size in zip(call.devices, call.sizes, strict=True)]
         with collector_paused:
             if timeline.recording:
@@ -355,7 +365,7 @@ class Forward:
                 raise
             finally:
                 refusal.remove()
-                reached = [*chain.from_iterable([group.collector.end_forward() for group in self._linked])]
+                self.reached += chain.from_iterable([group.collector.end_forward() for group in self._linked])
             for look in looks:
                 look.end(outputs)
             self._replicas.writes = (
@@ -389,8 +399,8 @@ class Forward:
                 graphs = None if is_one_graph else self._graphs(captured, outputs_of_boundary)
                 if graphs is not None and self._replay is not None and self._is_again:
                     return self._replay.take(graphs)
-                if reached:
-                    pass_on(reached, call.sync_context)
+                if self.reached:
+                    pass_on(self.reached, call.sync_context)
                 joined = self._in_one_graph(captured, outputs_of_boundary) if graphs is None else join(graphs)
             else:
                 joined = [each.join(each.tensors) for each in outputs_of_boundary]
@@ -483,7 +493,7 @@ class Forward:
         own = [module for replica in replicas for module in replica.modules]
         search = Search(blueprint.modules, blueprint.names, inputs, blueprint.observers, own)
         of_call = inputs.values(), call.sizes_of_runs, call.devices_of_runs, call.rules.dim
-        found = first_steps.looks(structure, search, *of_call)
+        found = first_steps.looks(structure, search, *of_call, in_threads=len(call.devices) > 1)
         self._writes = next((look for look in found if isinstance(look, SharedWrites)), None)
         return [*looks, *found]
 

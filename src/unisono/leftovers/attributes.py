@@ -11,8 +11,8 @@ forward returns as well, a cached property, a clock.
 
 Of a module's only replica, that of a rank with one device, all is kept that does not refer to the replica inside.
 
-Also here: attributes of parameters (`weight.grad_sample`) and of inputs (`x.scale`). They are looked at in the first
-forward of new replicas.
+Also here: attributes in `__slots__`, of parameters (`weight.grad_sample`) and of inputs (`x.scale`). They are looked at
+in the first forward of new replicas.
 """
 
 import functools
@@ -33,7 +33,7 @@ from unisono.primitives.change_tracking import GONE, Change, ContainerSnapshot, 
 from unisono.primitives.object_state import is_equal
 from unisono.primitives.references import references
 from unisono.primitives.shared_iterators import SharedIterator
-from unisono.primitives.visitor import INERT, LARGE, TRACKED, Place, Step, held, references_of, visit
+from unisono.primitives.visitor import INERT, LARGE, TRACKED, Place, Step, filled_slots, held, references_of, visit
 from unisono.runtime import devices as _devices
 from unisono.runtime import torch_private
 
@@ -337,6 +337,7 @@ class NewReplicas:
         self._of_tensors = [*map(_attributes_of, self._tensors.values())]
         self._num_hooks = [torch_private.num_hooks([tensor]) for _, tensor in self._tensors.values()]
         self._inputs = WatchedInputs(self._shards)
+        self._slots = dict(self._filled_slots())
 
     def end(self, outputs: Sequence[Any] = (), /) -> None:
         """Add what is found to the leftovers, but for what forward returns."""
@@ -351,6 +352,9 @@ class NewReplicas:
             yield from _added(name, tensor, of_tensor)
             if torch_private.num_hooks([tensor]) > num_hooks:
                 yield f"{name} (a hook)"
+        for slot, now in self._filled_slots():
+            if now is not (before := self._slots.get(slot, GONE)) and not is_equal(before, now):
+                yield slot[1]
         yield from self._inputs.assigned(returned)
 
     def _own_containers(self) -> Iterator[tuple[str, ContainerSnapshot]]:
@@ -365,6 +369,15 @@ class NewReplicas:
                 is_own = type(value) in TRACKED and value is not live.__dict__.get(key, GONE)
                 if is_own and key not in _OF_EVERY_MODULE and key not in _DERIVED:
                     yield path_of(name, key), ContainerSnapshot([value], [live.__dict__.get(key)])
+
+    def _filled_slots(self) -> Iterator[tuple[tuple[int, str], Any]]:
+        """Yield what modules have in slots of their classes, by number of the module and path."""
+        classes = {*map(type, self._modules)}
+        has_slots = {cls: any(vars(base).get("__slots__") for base in cls.__mro__) for cls in classes}
+        for number, (module, name) in enumerate(zip(self._modules, self._names, strict=True)):
+            if has_slots[type(module)]:
+                for key, _, value in filled_slots(module):
+                    yield (number, path_of(name, key)), value
 
     def _named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         for module, name in zip(self._modules, self._names, strict=True):

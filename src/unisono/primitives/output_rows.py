@@ -13,6 +13,7 @@ What is said of each kind of output that no option describes:
     sizes (torch.Size)       they are that of a replica's output: said where they have a replica's number of rows
 """
 
+import numbers
 from collections import deque
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
@@ -30,7 +31,6 @@ _NUMBERS = "numbers in outputs"
 _SIZES = "sizes in outputs"
 
 _MOST_NAMED = 4
-_NUMBERS_OF_PYTHON = (bool, int, float, complex)
 _LIST = (
     "{path} is a {kind} with as many entries as each replica has rows (samples): the first entries of all "
     "replicas are joined, then the second ones, and so on, as in torch. If each entry belongs to a row, "
@@ -137,9 +137,14 @@ def _has_other_size(leaf: Leaf, sizes: Sequence[int]) -> bool:
 def _become_a_list(leaf: Leaf) -> bool:
     """Return whether the replicas' numbers become a list: by `scalars` bools and complex numbers do, too."""
     value = leaf.given[0]
-    if not isinstance(value, int | float | complex) or leaf.is_scalar or is_own_mean(leaf.scalars, leaf.given):
+    if not isinstance(value, numbers.Complex) or leaf.is_scalar or is_own_mean(leaf.scalars, leaf.given):
         return False
-    return leaf.scalars == "stack" or isinstance(value, bool | complex)
+    return leaf.scalars == "stack" or not is_weighed(value)
+
+
+def is_weighed(value: object) -> bool:
+    """Return whether `scalars` makes a mean or sum of a number: one of Python's, numpy's, or a fraction."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 def is_own_mean(rule: str, given: Sequence[Any]) -> bool:
@@ -154,7 +159,7 @@ def is_own_mean(rule: str, given: Sequence[Any]) -> bool:
     if isinstance(first, torch.Tensor):
         is_exact = not (first.is_floating_point() or first.is_complex())
         return is_exact and len({tensor.item() for tensor in given}) == 1
-    return isinstance(first, _NUMBERS_OF_PYTHON) and all(type(v) is type(first) and v == first for v in given)
+    return isinstance(first, numbers.Complex) and all(type(v) is type(first) and v == first for v in given)
 
 
 def _is_size_of_rows(given: Sequence[Any], sizes: Sequence[int]) -> bool:
@@ -192,7 +197,7 @@ def _may_have_entries_of_rows(spec: pytree.Spec, sizes: Sequence[int]) -> bool:
 
 def _has_no_tensors(spec: pytree.Spec) -> bool:
     values = [leaf.value for leaf in _leaves(spec) if leaf.value is not None]
-    return bool(values) and all(isinstance(value, str | bytes | int | float | complex) for value in values)
+    return bool(values) and all(isinstance(value, str | bytes | numbers.Complex) for value in values)
 
 
 def _leaves(spec: pytree.Spec) -> Iterator[pytree.Spec]:
@@ -206,7 +211,7 @@ def _form(entry: pytree.Spec) -> Any:
     value = entry.value
     if isinstance(value, torch.Tensor):
         return torch.Tensor, value.dim()
-    return float if isinstance(value, int | float) else type(value)
+    return float if isinstance(value, numbers.Real) else type(value)
 
 
 def _would_be_another(spec: pytree.Spec, leaves: Sequence[Leaf], sizes: Sequence[int]) -> bool:
@@ -223,7 +228,7 @@ def _would_be_another(spec: pytree.Spec, leaves: Sequence[Leaf], sizes: Sequence
     if len(sizes) > 1 and all(isinstance(value, str | bytes) for value in values):
         return True
     return any(
-        not leaf.is_scalar and (isinstance(leaf.given[0], int | float) or _is_0_dim(leaf.given[0])) for leaf in leaves
+        not leaf.is_scalar and (isinstance(leaf.given[0], numbers.Real) or _is_0_dim(leaf.given[0])) for leaf in leaves
     )
 
 

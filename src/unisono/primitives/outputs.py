@@ -1,6 +1,7 @@
 """Outputs: the replicas' outputs, matched leaf by leaf and joined into one value."""
 
 import math
+import numbers
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +16,7 @@ from unisono.primitives import batch_types, pytree
 from unisono.primitives.batch_types import batch_type_of
 from unisono.primitives.dims import OutputRules, Padding, spread
 from unisono.primitives.object_state import same_state, state_of
-from unisono.primitives.output_rows import Leaf, is_own_mean, warn_of_other_rows
+from unisono.primitives.output_rows import Leaf, is_own_mean, is_weighed, warn_of_other_rows
 from unisono.primitives.placements import (
     PaddedShard,
     Placement,
@@ -157,7 +158,7 @@ class Outputs:
             return self._batches(path, given, num_counting=1 if axis is None else len(given))
         if axis is not None and is_own_mean(rule, given):
             value = given[0]
-        elif axis is not None and rule != "stack" and all(_is_number(value) for value in given):
+        elif axis is not None and rule != "stack" and all(map(is_weighed, given)):
             weights = self._weights(path, rule, len(given))
             value = sum(v if w == 1 else v * w for v, w in zip(given, weights, strict=True) if w)
         else:
@@ -260,7 +261,7 @@ class Outputs:
             for step in (f"[{name!r}]", f".{name}", f"[{name}]"):
                 if path[:end] + step in self._paths:
                     given = self._given[self._paths.index(path[:end] + step)]
-                    if all(_is_number(v) or (isinstance(v, torch.Tensor) and v.numel() == 1) for v in given):
+                    if all(is_weighed(v) or (isinstance(v, torch.Tensor) and v.numel() == 1) for v in given):
                         return given
         raise ValueError(
             f'scalars="mean:{name}" for {path}: expected an output {name!r} beside it, a number or a 0-dim '
@@ -397,7 +398,7 @@ def _is_object(value: Any) -> bool:
     return not isinstance(value, _NO_OBJECTS) and batch_type_of(value) is None
 
 
-_VALUES = (bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device)
+_VALUES = (numbers.Complex, str, bytes, torch.Size, torch.dtype, torch.device)
 _NO_OBJECTS = (torch.Tensor, NoneType, *_VALUES)
 _TENSOR = frozenset({torch.Tensor})
 
@@ -439,10 +440,6 @@ def _brief(tensor: torch.Tensor) -> str:
     return f"{tensor.item():g}" if tensor.numel() == 1 else f"shape {tuple(tensor.shape)}"
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
 def _common_value(path: str, given: tuple[Any, ...], whole: bool) -> Any:
     """Return the gathered value of a leaf that is no tensor.
 
@@ -451,7 +448,7 @@ def _common_value(path: str, given: tuple[Any, ...], whole: bool) -> Any:
     first = given[0]
     if any(type(value) is not type(first) for value in given):
         raise pytree.disagreement(path, "types", [type(value).__name__ for value in given])
-    if isinstance(first, bool | int | float | complex) and not whole:
+    if isinstance(first, numbers.Complex) and not whole:
         return list(given)
     if all(value is first for value in given):
         return first
@@ -460,6 +457,8 @@ def _common_value(path: str, given: tuple[Any, ...], whole: bool) -> Any:
             raise pytree.disagreement(path, "values", [repr(value) for value in given])
         return first
     reason, remedy = _why_whole(first), "tensors, numbers or strings, in tuples, lists, dicts or dataclasses"
+    if isinstance(first, numbers.Number):  # a Decimal, say
+        reason, remedy = "only Python's and numpy's numbers and fractions are joined", "float(value)"
     if hasattr(first, "__array__"):  # numpy's, say
         reason = "outputs must be tensors, or containers of tensors"
         remedy = "the tensor itself, without .numpy() or by torch.as_tensor(array), and convert the gathered output"

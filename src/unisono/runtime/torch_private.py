@@ -28,6 +28,7 @@ import torch.nn.utils.parametrize
 from torch.utils import _python_dispatch
 
 from unisono.runtime.contexts import contextmanager
+from unisono.runtime.errors import cause_of, context_of, traceback_of
 from unisono.runtime.interrupts import interruptible
 
 # ---- tracing -------------------------------------------------------------------------------------
@@ -533,11 +534,11 @@ def end_checkpoints(error: BaseException) -> None:
     """
     errors, known = [error], {id(error)}  # a class of the user's may not compare
     for each in errors:  # the list grows
-        new = [other for other in (each.__cause__, each.__context__) if other is not None and id(other) not in known]
+        new = [other for other in (cause_of(each), context_of(each)) if other is not None and id(other) not in known]
         errors += new
         known.update(map(id, new))
     for each in reversed(errors):
-        for frame in reversed([frame for frame, _ in traceback.walk_tb(each.__traceback__)]):
+        for frame in reversed([frame for frame, _ in traceback.walk_tb(traceback_of(each))]):
             if frame.f_globals.get("__name__") == "torch.utils.checkpoint":
                 for local in frame.f_locals.values():
                     if isinstance(local, types.GeneratorType):  # it goes on to the end of the checkpoint
@@ -636,7 +637,7 @@ def stops_recomputation(error: BaseException) -> bool:
     A tensor that is saved after it is one too many: CheckpointError. Fallback: False; then that is raised.
     """
     kind = getattr(torch.utils.checkpoint, "_StopRecomputationError", ())
-    return isinstance(error, kind)
+    return issubclass(type(error), kind)
 
 
 def saved_tensor_hooks_disabled() -> str | None:
@@ -687,7 +688,7 @@ def _put_modes_back(error: BaseException) -> None:
     """Close the generators of torch's that an error holds, and that would put modes back when it is freed."""
     each: BaseException | None = error
     while each is not None:  # where modes are nested, the interrupt of an inner one is the context of this
-        for frame, _ in traceback.walk_tb(each.__traceback__):
+        for frame, _ in traceback.walk_tb(traceback_of(each)):
             generator = getattr(frame.f_locals.get("self"), "gen", None)
             if isinstance(generator, types.GeneratorType) and generator.gi_code.co_name == "_pop_mode_temporarily":
                 generator.close()
