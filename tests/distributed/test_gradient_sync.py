@@ -778,6 +778,23 @@ def test_a_large_gradient_waits_for_no_larger_one():
     assert [bucket.numbers for bucket in plan.buckets] == [(7, 6), (5, 4), (3, 2), (1, 0)]
 
 
+@case()
+def test_a_profile_shows_the_backward_of_a_step_and_the_sum(rank: int, options: dict) -> None:
+    """C1: the numbers are those of a step that is not recorded."""
+    model, oracle = twins(perceptron, **options)
+    with model.profile() as profile:
+        for each, x, y in [*both(rank, model, oracle), *both(rank, model, oracle, 1)]:
+            step(each, x, y)
+    assert_same_gradients(model.module, oracle, 1e-12, 1e-14)
+    steps = profile.steps()
+    assert [span.phase for each in steps for span in each.passes] == ["forward", "backward"] * 2
+    for each in steps:
+        for lane in each.lanes:
+            phases = each.phases(lane)
+            assert min(phases["forward"], phases["backward"]) > 0
+        assert sum(each.phases(lane)["reduce"] for lane in each.lanes) > 0
+
+
 class Carries(nn.Module):
     """Keeps a state with its history from one forward to the next, as a recurrent net does, and more."""
 

@@ -265,8 +265,9 @@ class Collector:
         if backward is not None and backward.reduction is not None:  # no other forward is reached
             reduction, backward.reduction = backward.reduction, None
             beside = self._contributions.pop(number, [])
-            found: Gradients = reduction.sum(self.joined(beside) if beside else [None] * len(self.live))
-            return found
+            with timeline.during(timeline.REDUCE) if timeline.recording else _NOTHING:
+                found: Gradients = reduction.sum(self.joined(beside) if beside else [None] * len(self.live))
+                return found
         of_boundaries = self._of_boundaries.pop(number, [])
         every = [gradients for gradients, all_reduce in of_boundaries if all_reduce is None]
         unsummed = [(gradients, all_reduce) for gradients, all_reduce in of_boundaries if all_reduce is not None]

@@ -31,8 +31,8 @@ from unisono.autograd.bucket import RunningBackward, order_of_sums
 from unisono.autograd.replica_graph import LinkedParameters
 from unisono.distributed.gradient_sync import SyncContext
 from unisono.leftovers.buffers import BuffersInBackward
-from unisono.runtime import torch_private
-from unisono.runtime.timeline import ReplicaTiming
+from unisono.runtime import timeline, torch_private
+from unisono.runtime.timeline import ReplicaTiming, StepRecording
 from unisono.runtime.tracebacks import without_own_frames
 
 
@@ -45,6 +45,7 @@ class OneGraph:
         timing: of the replica.
         buffers: gives the replica the live buffers, for activation checkpoints; None: it has none.
         on_release: called when a backward has freed the graph; keeps the replica alive.
+        step: the one that this graph is part of, if it is recorded; the replica computes on the host then.
     """
 
     def __init__(
@@ -54,9 +55,10 @@ class OneGraph:
         timing: ReplicaTiming,
         buffers: BuffersInBackward | None,
         on_release: Callable[[], object],
+        step: StepRecording | None,
     ) -> None:
         self._parameters, self._sync_context, self._timing = parameters, sync_context, timing
-        self._buffers, self._on_release = buffers, on_release
+        self._buffers, self._on_release, self._step = buffers, on_release, step
         self._lock = threading.Lock()  # outputs on several devices have several threads
 
     def output(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -71,9 +73,15 @@ class OneGraph:
             if (ref := backwards.get(number)) is not None and ref() is not None:
                 return
             began, keeps = time.perf_counter(), torch_private.backward_keeps_graph()
+            recorded = None
+            if self._step is not None and self._step.is_open:
+                recorded = self._step.recorded(timeline.BACKWARD, timeline.BACKWARD)
+                recorded.__enter__()
 
             def end() -> None:
                 backwards.pop(number, None)
+                if recorded is not None:
+                    recorded.__exit__(None, None, None)
                 self._timing.backward_s = time.perf_counter() - began
                 if not keeps:
                     self._on_release()

@@ -340,7 +340,9 @@ class Forward:
         self._passes = self._passes_of(module)
         self._carries_objects = self._tracked and carries_objects(call, self._inputs)
         # A wrapper inside would run as a wrapper of its own where a checkpoint calls it in backward.
-        self._is_one_graph = call.in_one_graph and not pool.has_wrappers and self._step is None
+        self._is_one_graph = call.in_one_graph and not pool.has_wrappers
+        if self._step is not None and not _devices.all_on_host(call.devices):  # where a backward is recorded by events
+            self._is_one_graph = False
         self._parameters: LookAtParameters | None = None
         self._writes: SharedWrites | None = None
         self._containers: ContainerSnapshot | None = None
@@ -582,7 +584,8 @@ class Forward:
         assert sync_context is not None
         self._model.sum_over_ranks(replicas.linked, sync_context)
         buffers = replicas.buffers_in_backward(self._pool.source) if captured.has_checkpoint else None
-        graph = OneGraph(replicas.linked, sync_context, self.timings[0], buffers, replicas.end_backward)
+        of_replica = self.timings[0], buffers, replicas.end_backward, self._step
+        graph = OneGraph(replicas.linked, sync_context, *of_replica)
         return [graph.output(each.join(each.tensors)) for each in outputs]
 
     def _graphs(self, captured: CapturedTensors, outputs: list[BoundaryTensor]) -> ReplicaGraphs:
