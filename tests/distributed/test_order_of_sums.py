@@ -123,15 +123,23 @@ def test_hooks_of_parameters() -> None:
 
 def given_inputs(rank: int) -> None:
     with on_own_devices(rank) as options:
-        models = [twins(lambda: Keeps().double(), loss="sum", **options)[0] for _ in range(2)]
-        parameters = [p for model in models for p in model.module.first.parameters()]
-        loss = LOSSES["kept_by_two_models"](*models, drawn(4, 5))
-        with pytest.raises(RuntimeError, match=r"reaches several wrapped models.*Return the tensor from forward"):
-            torch.autograd.grad(loss, parameters, retain_graph=True)
-        with pytest.raises(RuntimeError, match=r"reaches several wrapped models.*Return the tensor from forward"):
-            loss.backward(create_graph=True)
+        pairs = [twins(lambda: Keeps().double(), loss="sum", **options) for _ in range(2)]
+        models, oracles = [model for model, _ in pairs], [oracle for _, oracle in pairs]
+        inputs = [drawn(4, 5, seed=number) for number in range(2)]
+        losses = [LOSSES["kept_by_two_models"](*models, inputs[rank])]
+        losses += [LOSSES["kept_by_two_models"](*oracles, x) for x in inputs]
+        owners = [models, oracles, oracles]
+        parameters = [[p for m in each for p in m.parameters()] for each in owners]
+        options = {"retain_graph": True, "allow_unused": True}
+        found, *each = [
+            torch.autograd.grad(loss, of_loss, **options) for loss, of_loss in zip(losses, parameters, strict=True)
+        ]
+        for gradient, *of_rank in zip(found, *each, strict=True):
+            assert (gradient is None) == (of_rank[0] is None)
+            if gradient is not None:
+                torch.testing.assert_close(gradient, of_rank[0] + of_rank[1], rtol=1e-12, atol=1e-14)
 
 
 def test_given_inputs() -> None:
-    """C1, C5: of two models at once they are an error that says what to do."""
+    """C1, C5: also of two models at once."""
     run_ranks(2, given_inputs)

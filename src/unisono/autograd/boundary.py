@@ -44,7 +44,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import torch
 
-from unisono.autograd.bucket import Gradients
+from unisono.autograd.bucket import Gradients, order_of_sums
 from unisono.autograd.replica_graph import Joined, ReplicaGraphs
 from unisono.runtime import devices as _devices
 from unisono.runtime import timeline, torch_private
@@ -222,8 +222,14 @@ def _backward(ctx: Any, incoming: _Incoming) -> tuple[torch.Tensor | None, ...]:
         if not has_grads:  # a later forward has detached the only output that it used, a buffer
             return nothing
         raise RuntimeError(_FREED)
-    reduction = graphs.begin_sum(ctx)
-    if reduction is None and not has_grads:
+    live_node, reduction, sum_later = graphs.live_node_to_sum(ctx), None, None
+    if live_node is not None and graphs.sync_context is not None:
+        of_parameters = graphs.parameters
+        if order_of_sums.is_next(of_parameters.collector):
+            reduction = graphs.sync_context.begin(of_parameters.live, live_node, of_parameters.plan)
+        else:
+            sum_later = partial(graphs.sync_context.sum, of_parameters.live, live_node)
+    if live_node is None and not has_grads:
         return nothing
     higher, needed = torch.is_grad_enabled(), graphs.needed_inputs(ctx)
     # Losses that left forward in another way go through the same graphs in this backward, later.
@@ -246,13 +252,13 @@ def _backward(ctx: Any, incoming: _Incoming) -> tuple[torch.Tensor | None, ...]:
             found = run() if graphs.replay is None else graphs.replay.run(graphs, run)
         release = _nothing if keep or higher else partial(graphs.release, give_back=not others_follow)
         first = len(found) - len(graphs.parameters.live)
-        of_parameters, all_reduce = found[first:], None
+        summed, all_reduce = found[first:], sum_later
         if reduction is None:
             release()
         elif others_follow:
             all_reduce = partial(reduction.sum, when_sent=release)
         else:
-            of_parameters = reduction.sum(of_parameters, when_sent=release)
+            summed = reduction.sum(summed, when_sent=release)
     except BaseException as error:
         if others_follow and "backward through the graph a second time" in text_of(error):
             add_note(error, _KEEP_GRAPH)
@@ -267,7 +273,7 @@ def _backward(ctx: Any, incoming: _Incoming) -> tuple[torch.Tensor | None, ...]:
     for collector in ctx.collectors[:-1]:
         collector.add_of_boundary(found[start : start + len(collector.live)])
         start += len(collector.live)
-    ctx.collectors[-1].add_of_boundary(of_parameters, all_reduce)
+    ctx.collectors[-1].add_of_boundary(summed, all_reduce)
     return (*nothing[: 2 + len(ctx.collectors)], *found[start:first], *nothing[:num_earlier])
 
 

@@ -127,26 +127,17 @@ class RunningBackward:
 
     Attributes:
         reduction: sums the gradients over the ranks, bucket by bucket; None: all are summed when they have come.
-        inside: what backwards inside this one have brought, as those of reentrant checkpoints; None: none has come.
 
     Args:
-        collector, token: of the forward's parameters.
         when_ended: called when the backward has ended.
     """
 
-    def __init__(self, collector: "Collector", token: torch.Tensor, when_ended: Callable[[], None]) -> None:
-        self._collector, self._token, self._when_ended = collector, token, when_ended
+    def __init__(self, when_ended: Callable[[], None]) -> None:
+        self._when_ended = when_ended
         self.reduction: Any = None
-        self.inside: list[Contribution] | None = None
 
     def end(self) -> None:
-        """Sum what has come from inside; the backward has ended."""
-        contributions, self.inside = self.inside, None
-        if contributions is not None and self._collector.over_ranks is not None:
-            with torch.no_grad():
-                joined = self._collector.joined(contributions)
-                gradients = self._collector.over_ranks.sum(self._token.grad_fn, joined)
-            _add_to(self._collector.live, gradients)
+        """Note that the backward has ended."""
         self._when_ended()
 
     def __del__(self) -> None:
@@ -200,24 +191,26 @@ class Collector:
                 self.inside.add(Contribution.of(bucket, replica, gradients))
         else:
             number = torch_private.number_of_backward()
-            backward, is_inside = self._running(number) if self.backwards else (None, False)
-            if backward is not None and is_inside:
-                contributions = backward.inside = backward.inside or []
-            elif backward is not None and backward.reduction is not None and backward.reduction.takes_buckets:
+            if self.backwards and (reduction := self.reduction_of(number)) is not None and reduction.takes_buckets:
                 if has_gradients:  # a single one is a view, perhaps; without its base it may have its memory to itself
-                    backward.reduction.add(bucket, [*gradients] if len(gradients) > 1 else [gradients[0].detach()])  # type: ignore[union-attr]
+                    reduction.add(bucket, [*gradients] if len(gradients) > 1 else [gradients[0].detach()])  # type: ignore[union-attr]
                 return
-            else:
-                contributions = self._contributions.setdefault(number, [])
+            contributions = self._contributions.setdefault(number, [])
             if has_gradients:  # if not, other ranks may have some
                 contributions.append(Contribution.of(bucket, replica, gradients))
 
-    def _running(self, number: int) -> tuple[RunningBackward | None, bool]:
-        """Return the backward of the caller's to which one belongs, and whether it runs inside that."""
-        if number in self.backwards:
-            return self.backwards[number](), False
-        alive = {n: backward for n, ref in [*self.backwards.items()] if (backward := ref()) is not None}
-        return (alive[max(alive)], True) if alive else (None, False)
+    def reduction_of(self, number: int) -> Any:
+        """Return the reduction that a backward has begun at the outputs of the forward; None if there is none."""
+        backward = ref() if (ref := self.backwards.get(number)) is not None else None
+        return None if backward is None else backward.reduction
+
+    def end_reduction(self, number: int) -> Any:
+        """Do the same, for what ends it."""
+        backward = ref() if (ref := self.backwards.get(number)) is not None else None
+        if backward is None:
+            return None
+        reduction, backward.reduction = backward.reduction, None
+        return reduction
 
     def add_of_boundary(self, gradients: Gradients, all_reduce: AllReduce | None = None) -> None:
         """Add the gradient of each live tensor, from a boundary's backward, for the LiveNode.
@@ -251,23 +244,25 @@ class Collector:
     def all_gradients(self, live_node: Any) -> Gradients | None:
         """Return the gradient of each live tensor, from the boundary and from losses that left forward otherwise.
 
-        None for each in a backward that only passes here because it cannot stop at the token. None if they come later:
-        another LiveNode of this backward returns them, or the end of the one around it.
+        None for each in a backward that only passes here because it cannot stop at the token. None if another LiveNode
+        of this backward returns them.
 
         Args:
             live_node: the node whose backward runs.
         """
         number = torch_private.number_of_backward()
-        backward, is_inside = self._running(number) if self.backwards else (None, False)
-        if is_inside:
-            return None
-        self.latest = number
-        if backward is not None and backward.reduction is not None:  # no other forward is reached
-            reduction, backward.reduction = backward.reduction, None
+        try:
+            return self._all_gradients(number, live_node)
+        finally:
+            self.latest = number
+
+    def _all_gradients(self, number: int, live_node: Any) -> Gradients | None:
+        if self.backwards and (reduction := self.end_reduction(number)) is not None:
             beside = self._contributions.pop(number, [])
             with timeline.during(timeline.REDUCE) if timeline.recording else _NOTHING:
                 found: Gradients = reduction.sum(self.joined(beside) if beside else [None] * len(self.live))
-                return found
+            sums = order_of_sums.sums(number, self, [])
+            return reduce(_added, [found, *(sums or [])])
         of_boundaries = self._of_boundaries.pop(number, [])
         every = [gradients for gradients, all_reduce in of_boundaries if all_reduce is None]
         unsummed = [(gradients, all_reduce) for gradients, all_reduce in of_boundaries if all_reduce is not None]
@@ -281,11 +276,11 @@ class Collector:
             else:
                 every.append(joined)
         if self.over_ranks is not None:
-            sums = order_of_sums.sums(number, self, self.over_ranks.forward, unsummed)
+            sums = order_of_sums.sums(number, self, unsummed)
             if sums is None and not every:
                 return None
             every += sums or []
-        return reduce(lambda one, other: [*map(added, one, other)], every) if every else [None] * len(self.live)
+        return reduce(_added, every) if every else [None] * len(self.live)
 
 
 # Those that have bucket nodes.
@@ -368,10 +363,11 @@ class _Unsummed(NamedTuple):
 class OneOrder:
     """Sums of several forwards over the ranks, of one model or of several, in one order on all of them.
 
-    The order in which torch's engine comes to the LiveNodes of one backward depends on time, and sums that ranks begin
-    in different orders never end. So sums that no boundary has finished wait for the last of these LiveNodes. By then
-    the boundaries are done, which the engine runs in one order. The last LiveNode returns the gradients of its own live
-    tensors; those of other live tensors go to them in a backward of their own.
+    The order in which torch's engine comes to the LiveNodes of one backward depends on time, and on how a rank runs a
+    forward; and sums that ranks begin in different orders never end. So the latest forward's gradients are summed
+    first: those of another one wait until the LiveNodes of all later ones have run that this backward reaches. The
+    LiveNode that has been waited for returns the gradients of its own live tensors; those of other live tensors go to
+    them in a backward of their own.
     """
 
     def __init__(self) -> None:
@@ -388,39 +384,51 @@ class OneOrder:
             self._num_forwards += 1
             return self._num_forwards
 
+    def is_next(self, collector: Collector) -> bool:
+        """Return whether the running backward reaches no later forward whose gradients are still to be summed."""
+        number = torch_private.number_of_backward()
+        return not [each for each in self._to_come(number, collector) if _forward_of(each) > _forward_of(collector)]
+
     def sums(
-        self, number: int, collector: Collector, forward: int, unsummed: Sequence[tuple[Gradients, AllReduce]]
+        self, number: int, collector: Collector, unsummed: Sequence[tuple[Gradients, AllReduce]]
     ) -> list[Gradients] | None:
-        """Return the sums of backward `number` so far; None if a later LiveNode will have them."""
+        """Return the sums of backward `number` that can be had by now; None if a later LiveNode will have them."""
         if not unsummed and number not in self._waiting:
             return []
         live = collector.live
         for failed in sorted(self._waiting)[:-_MOST_WAITING]:
             self._waiting.pop(failed, None)
         waiting = self._waiting.setdefault(number, [])
-        waiting += [_Unsummed(forward, live, *each) for each in unsummed]
-        if to_come := [node.collector.live for node in self._live_nodes() if _will_run(node, number)]:
-            if not [other for other in to_come if other is live]:  # a backward of their own calls hooks
-                skip_hooks_without_gradient(live, [None] * len(live))
-            return None
-        del self._waiting[number]
-        in_order = sorted(waiting, key=attrgetter("forward"), reverse=True)
-        if [each for each in in_order if each.live is not live] and (
+        waiting += [_Unsummed(_forward_of(collector), live, *each) for each in unsummed]
+        to_come = self._to_come(number, collector)
+        latest = max(map(_forward_of, to_come), default=0)
+        now = sorted([each for each in waiting if each.forward > latest], key=attrgetter("forward"), reverse=True)
+        if [each for each in now if each.live is not live] and (
             torch.is_grad_enabled() or torch_private.backward_is_restricted()
         ):
             raise RuntimeError(_SEVERAL_MODELS)
-        sums = [(each.live, each.all_reduce(each.gradients)) for each in in_order]
-        for other, gradients in sums:
-            if other is not live:
-                _add_to(other, gradients)
-        return [gradients for other, gradients in sums if other is live]
+        found: list[Gradients] = []
+        while now:
+            each = now.pop(0)
+            waiting.remove(each)
+            gradients = each.all_reduce(each.gradients)
+            if each.live is live:
+                found.append(gradients)
+            else:
+                _add_to(each.live, gradients)
+            del each, gradients
+        if not waiting:
+            del self._waiting[number]
+        elif not found and unsummed:
+            if not [other for other in to_come if other.live is live]:  # a backward of their own calls hooks
+                skip_hooks_without_gradient(live, [None] * len(live))
+            return None
+        return found
 
-    def is_alone(self, token: torch.Tensor) -> bool:
-        """Return whether the running backward reaches the parameters of no other forward."""
-        others = [other for ref in self._tokens if (other := ref()) is not None and other is not token]
-        return not [
-            other for other in others if other.grad_fn is not None and torch_private.backward_runs(other.grad_fn)
-        ]
+    def _to_come(self, number: int, collector: Collector) -> list[Collector]:
+        """Return the collectors whose LiveNodes backward `number`, which runs, has still to come to, but for one."""
+        others = [node.collector for node in self._live_nodes() if _will_run(node, number)]
+        return [other for other in others if other is not collector]
 
     def _live_nodes(self) -> list[Any]:
         tokens = [ref() for ref in self._tokens]
@@ -431,6 +439,15 @@ def _add_to(live: Sequence[torch.Tensor], gradients: Gradients) -> None:
     """Add gradients to those of live tensors, in a backward of its own."""
     given = [(tensor, gradient) for tensor, gradient in zip(live, gradients, strict=True) if gradient is not None]
     torch_private.run_backward([tensor for tensor, _ in given], [gradient for _, gradient in given], keep=False)
+
+
+def _forward_of(collector: Collector) -> int:
+    """Return the number of a forward whose gradients are summed over ranks."""
+    return 0 if collector.over_ranks is None else collector.over_ranks.forward
+
+
+def _added(one: Gradients, other: Gradients) -> Gradients:
+    return [*map(added, one, other)]
 
 
 def _will_run(live_node: Any, number: int) -> bool:

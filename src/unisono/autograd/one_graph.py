@@ -9,11 +9,12 @@ own: the order of hooks, `retain_graph`, `torch.autograd.grad`, `create_graph`, 
 forward in another way.
 
 (1) The node of an output keeps the replica while the graph lives. The first one that a backward comes to begins it.
-(2) Where the backward is for these parameters alone, buckets are sent to the other ranks as soon as they are full.
+(2) Where no later forward's gradients are still to be summed in this backward, buckets are sent to the other ranks as
+    soon as they are full.
 (3) The LiveNode waits for their sums. Otherwise it gets all gradients first, and sums them then.
 
-A reentrant activation checkpoint runs a backward inside the caller's. What that brings is summed when the caller's has
-ended, because in what order the two come to their LiveNodes may depend on time.
+A forward with a reentrant activation checkpoint has a boundary: that runs a backward inside the caller's, and there is
+one sum for both.
 
 A failed backward has nothing of ours around it. torch's engine drops the `RunningBackward` then, which tells the other
 ranks if they wait for its sums.
@@ -86,7 +87,7 @@ class OneGraph:
                 if not keeps:
                     self._on_release()
 
-            backward = RunningBackward(self._parameters.collector, self._parameters.token, end)
+            backward = RunningBackward(end)
             if torch_private.call_at_end_of_backward(backward.end):
                 backwards[number] = weakref.ref(backward)
                 backward.reduction = self._begin_reduction()
@@ -94,14 +95,14 @@ class OneGraph:
             self._buffers.renew()
 
     def _begin_reduction(self) -> Any:
-        """Return what sums full buckets at once; None where others may be summed in this backward."""
+        """Return what sums full buckets at once; None where others are summed before, or sums are not for all."""
         token = self._parameters.token
         if (
             torch.is_grad_enabled()
             or token.grad_fn is None
             or torch_private.backward_is_restricted()
             or not torch_private.backward_runs(token.grad_fn)
-            or not order_of_sums.is_alone(token)
+            or not order_of_sums.is_next(self._parameters.collector)
         ):
             return None
         return self._sync_context.begin(self._parameters.live, token.grad_fn, self._parameters.plan)

@@ -378,17 +378,14 @@ class ReplicaGraphs:
             *(BoundaryTensor(Replicate(), live.device, own) for live, own in of_parameters),
         ]
 
-    def begin_sum(self, boundary: Any) -> RankReduction | None:
-        """Begin to sum the parameters' gradients over processes, in the running backward of the node `boundary`.
-
-        None if that reaches no parameter.
+    def live_node_to_sum(self, boundary: Any) -> Any:
+        """Return the node of the live parameters, if the running backward of the node `boundary` reaches it and their
+        gradients are to be summed over processes; else None.
         """
         if self.sync_context is None:
             return None
         live_node = _nodes(boundary)[len(self.inputs)]
-        if live_node is None or not torch_private.backward_reaches(live_node):
-            return None
-        return self.sync_context.begin(self.parameters.live, live_node, self.parameters.plan)
+        return live_node if live_node is not None and torch_private.backward_reaches(live_node) else None
 
     @property
     def are_needed_later(self) -> bool:

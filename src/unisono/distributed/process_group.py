@@ -170,7 +170,7 @@ class Communicator:
         self._host_groups: set[Any] = set()  # those of gloo
         self._broken: str | None = None
         self.reduction: weakref.ref[Any] | None = None
-        self._left_at = ""  # a collective that this rank has left half-way, by an exception
+        self._has_left = False  # whether it has left a collective half-way by an exception that is not known here
         self._raised = ""  # what this rank has published of an exception, after which it has not gone on yet
         self._control: Any = None
         # torch keeps every group until it is destroyed. NCCL's are for the program's end, when all ranks end theirs.
@@ -407,8 +407,6 @@ class Communicator:
 
     def start(self, collective: Callable[[], Any]) -> Any:
         """Start an asynchronous collective of torch.distributed, unless this communicator is broken."""
-        if self._left_at:
-            self.abort(RuntimeError(self._left_at))
         self._raise_if_broken()
         if self._raised:
             self._take_back_exception()
@@ -588,17 +586,15 @@ class Communicator:
             self.failure_store.set("raised", self._raised)
 
     def leave(self, text: str) -> None:
-        """Take note that an exception, which is not known here, has ended a collective half-way.
-
-        The other ranks learn the exception if it ends the program. If the program goes on, the next collective of this
-        rank ends with this text on all.
-        """
-        self.publish_exception(RuntimeError(text))
-        self._left_at = text
+        """Do what `abort` does, for an exception that is not known here: others learn it if it ends the program."""
+        self._has_left = self._broken is None
+        self.abort(RuntimeError(text))
 
     def report_end(self, reason: str = "") -> None:
         """Tell the other ranks that this program ends, with that reason, or with an exception after which it ended."""
-        if self._broken is None and (reason or self._raised):
+        if self._has_left and reason and self.failure_store.get("failed").partition("\n")[0] == str(self.rank):
+            self.failure_store.set("failed", f"{self.rank}\n{reason[:_MOST_TEXT]}")
+        elif self._broken is None and (reason or self._raised):
             self.failure_store.set(f"ending/{self.rank}", "ending")  # first: who reads the failure knows it
             self.report_failure(reason or self._raised.partition("\n")[2])
 
@@ -629,8 +625,10 @@ class Communicator:
         failed = [*map(int, rank.split())]
         if not failed or self.rank in failed:
             return
-        says = f"rank {rank} failed while this one was at {doing}. Rank {rank} says: {reason}"
-        raise self._failure_of(failed, says if reason else _ended(failed, doing))
+        says = f"rank {rank} failed while this one was at {doing}. Rank {rank} says: "
+        error = self._failure_of(failed, f"{says}{reason}" if reason else _ended(failed, doing))
+        more = self.failure_store.get("failed").partition("\n")[2]  # a failed rank may have said more when it ended
+        raise error if more in ("", reason) else RuntimeError(f"{says}{more}")
 
     def _raise_if_broken(self) -> None:
         if self._broken is not None:

@@ -396,8 +396,11 @@ class Forward:
             of_buffers = _groups_of(changes, len(call.devices)) if changes and self._tracked else []
             outputs_of_boundary = _boundary_outputs(call, matched.groups, of_buffers, self._pool.source)
             if self._tracked:
-                captured = self._captured_tensors([*matched.groups, *of_buffers])
-                is_one_graph = self._is_one_graph and not (captured.has_checkpoint and changes)
+                # A reentrant checkpoint runs a backward inside the caller's; and around backward, checkpoints are given
+                # what they read of buffers that forward has reassigned.
+                runs_again = self._seen["has_reentrant_checkpoint"] or (self._seen["has_hooks"] and changes)
+                is_one_graph = self._is_one_graph and not runs_again
+                captured = self._captured_tensors([*matched.groups, *of_buffers], in_one_graph=is_one_graph)
                 graphs = None if is_one_graph else self._graphs(captured, outputs_of_boundary)
                 if graphs is not None and self._replay is not None and self._is_again:
                     return self._replay.take(graphs)
@@ -557,7 +560,7 @@ class Forward:
         sizes = zip(call.replica_numbers, call.sizes, strict=True)
         return call.parts > 1 or (bool(limits) and any(limits.get(number, size) < size for number, size in sizes))
 
-    def _captured_tensors(self, groups: Sequence[Group]) -> CapturedTensors:
+    def _captured_tensors(self, groups: Sequence[Group], *, in_one_graph: bool) -> CapturedTensors:
         """Return what the graphs behind the replicas' outputs lead to; refuse or warn of what is wrong there."""
         call = self._call
         captured = self._model.search.captured_tensors(
@@ -569,7 +572,7 @@ class Forward:
             numbers_of_linked=self._inputs.numbers_of_linked,
             may_differ=self._carries_objects,
             in_parts=self._is_in_parts,
-            in_one_graph=self._is_one_graph,
+            in_one_graph=in_one_graph,
             **self._seen,
         )
         if captured.has_batch_norm and self._synchronises():
