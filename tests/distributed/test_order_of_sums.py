@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from helpers.comparisons import assert_same_gradients
 from helpers.contract import ON_CPU
@@ -143,3 +144,38 @@ def given_inputs(rank: int) -> None:
 def test_given_inputs() -> None:
     """C1, C5: also of two models at once."""
     run_ranks(2, given_inputs)
+
+
+# Ranks that run a forward in other ways
+
+
+class Checkpoints(nn.Module):
+    """Has a reentrant checkpoint, if it is asked for one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(5, 5), nn.Linear(5, 5)
+
+    def forward(self, x: torch.Tensor, again: bool = False) -> torch.Tensor:
+        hidden = self.first(x).tanh()
+        return checkpoint(self.last, hidden, use_reentrant=True) if again else self.last(hidden)
+
+
+def in_other_ways(rank: int, name: str) -> None:
+    devices = ["cpu", "cpu"] if name == "two devices" and rank else ["cpu"]
+    one, oracle_of_one = twins(lambda: Checkpoints().double().eval(), device_ids=devices, loss="sum")
+    other, oracle_of_other = twins(lambda: Checkpoints().double().eval(), device_ids=["cpu"], loss="sum")
+    again = name == "a checkpoint" and rank == 1
+    for seed in range(3):
+        x = drawn(sum(SIZES), 5, seed=seed)
+        of_rank = x[rows_of(rank, SIZES)]
+        (other(one(of_rank, again)) + one(of_rank * 2)).square().sum().backward()
+        (oracle_of_other(oracle_of_one(x)) + oracle_of_one(x * 2)).square().sum().backward()
+        assert_same_gradients(one.module, oracle_of_one, 1e-12, 1e-14)
+        assert_same_gradients(other.module, oracle_of_other, 1e-12, 1e-14)
+
+
+@pytest.mark.parametrize("name", ["a checkpoint", "two devices"])
+def test_one_rank_runs_a_forward_in_another_way(name: str) -> None:
+    """C1, C4: each sums as often, and in the same order; in eval mode forwards have no numbers that would tell."""
+    run_ranks(2, in_other_ways, name)
