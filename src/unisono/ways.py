@@ -517,8 +517,6 @@ def plain_composition(wrapper: Wrapper, invocation: Invocation) -> Any:
             outputs = interruptibly(wrapper.parallel_apply, calls, shards, shard_kwargs)
             for look in looks:
                 look.end(outputs)
-            if plan is not None and len(outputs) == len(plan.sizes):
-                plan.arguments.warn_of_split_lists(outputs, plan.sizes, wrapper._threads.warnings)
             output = interruptibly(wrapper.gather, outputs, here or options.output_device)
         if changes := registries.changes():
             commit_buffers(changes, modules, live_modules, {}, devices[0], here or options.devices[0])

@@ -14,7 +14,6 @@ from torch import nn
 import unisono
 from helpers.contract import Wrap
 from helpers.modules import Calls, Composed, Fn
-from unisono import SampleList
 
 NOTE = "the inputs were split by rows, 4 = 2 + 2: "
 
@@ -70,7 +69,7 @@ def test_an_error_in_parts_names_them_too(wrap: Wrap, replicas: int, sizes: str)
 def test_a_list_beside_rows_in_parts(wrap: Wrap) -> None:
     """S17, N13: one replica gives each part all of it, too."""
     model = wrap(Fn(lambda x, factors: x * x.new_tensor(factors)[: len(x), None]), 1, parts=2)
-    with pytest.warns(UserWarning, match="has as many entries as the batch has rows"):
+    with pytest.warns(UserWarning, match="as many entries as the batch has rows"):
         model(torch.rand(4, 4), [1.0, 2.0, 3.0, 4.0])
 
 
@@ -131,74 +130,7 @@ def test_an_array_as_the_only_input(wrap: Wrap, forward):
     assert raised.value.__notes__[-1].endswith("torch.from_numpy(inputs[0])")
 
 
-# ---- a list as the only input ----------------------------------------------------------------------
-
-
-PICTURES = [torch.ones(3, 8, 8) for _ in range(4)]
-
-
-@pytest.mark.parametrize(
-    ("given", "path"),
-    [
-        (PICTURES, "inputs[0]"),
-        (tuple(PICTURES), "inputs[0]"),
-        ([{"picture": picture, "name": "a"} for picture in PICTURES], "inputs[0]"),
-        ({"pictures": PICTURES}, "inputs[0]['pictures']"),
-    ],
-    ids=["list", "tuple", "dicts", "nested"],
-)
-@pytest.mark.parametrize(
-    "forward", [lambda given: None, lambda given: torch.ones(4, 3), lambda given: torch.ones(()).expand(2, 2).sum()]
-)
-def test_a_list_as_the_only_input_is_warned_of(given, path, forward):
-    """S17: its tensors are split one by one, as in torch; `in_dims` says that this is meant."""
-    (message,) = [each for each in messages(forward, given) if each.startswith("inputs")]  # others are of the output
-    assert message.startswith(f"{path} is a ")
-    assert f"give unisono.SampleList({path})" in message
-    assert not [each for each in messages(forward, given, in_dims=0) if each.startswith("inputs")]
-
-
-@pytest.mark.parametrize("kind", [list, tuple], ids=["list", "tuple"])
-@pytest.mark.parametrize(
-    "forward",
-    [lambda pair: (pair[0] - pair[1]).square().sum(1), lambda pair: {"y": pair[0] @ pair[1].new_ones(8, 2), "n": None}],
-)
-@pytest.mark.parametrize(
-    "make", [lambda model: unisono.DataParallel(model, ["cpu"] * 2), lambda m: Composed(m, ["cpu"] * 2)]
-)
-def test_a_list_that_the_output_shows_to_be_a_container_is_not_warned_of(kind, forward, make):
-    """S17: two batches of one kind: the output has a row for each of theirs."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        model = make(Fn(forward))
-        model(kind([torch.ones(6, 8), torch.ones(6, 8)]))
-        model(kind([torch.ones(4, 8), torch.ones(4, 8)]))
-
-
-def test_a_list_is_warned_of_once_a_model():
-    """S17: another model may take it in another way."""
-    for _ in range(2):
-        with warnings.catch_warnings(record=True) as seen:
-            warnings.simplefilter("always")
-            model = unisono.DataParallel(Fn(lambda pictures: None), ["cpu"] * 2)
-            model(PICTURES)
-            model(PICTURES)
-        assert len(seen) == 1
-
-
-@pytest.mark.parametrize(
-    "inputs",
-    [
-        (torch.ones(3), PICTURES),
-        (SampleList(PICTURES),),
-        ([torch.ones(4, 2), torch.ones(4, dtype=torch.int64)],),
-        ([torch.ones(4, 2)],),
-    ],
-    ids=["beside a tensor", "samples", "unlike entries", "one entry"],
-)
-def test_other_lists_are_not_warned_of(inputs):
-    """S17: lists that are known, or likely, to be containers."""
-    assert messages(lambda *inputs: None, *inputs) == []
+# ---- lists -----------------------------------------------------------------------------------------
 
 
 def test_an_error_about_a_list_names_the_remedy(wrap: Wrap):
@@ -250,7 +182,7 @@ class Batch:
 def test_an_object_that_holds_an_entry_a_row_is_warned_of(held):
     """S17, S14: every replica gets all of it, as in torch."""
     (message,) = messages(lambda x, batch: x, torch.ones(4, 1), {"batch": Batch("a", held)})
-    assert message.startswith("inputs[1]['batch'] of type Batch holds x with as many entries")
+    assert message.startswith("inputs[1]['batch']: if each entry belongs to a row")
     assert "unisono.register_batch_type" in message
     in_dims = ast.literal_eval(message.partition("in_dims=")[2].removesuffix("."))
     assert messages(lambda x, batch: x, torch.ones(4, 1), {"batch": Batch("a", held)}, in_dims=in_dims) == []

@@ -33,7 +33,7 @@ class InputForm(NamedTuple):
     said: tuple[str, ...] = ()  # what a message says, in part, where the numbers are not those of the plain module
 
 
-_WHOLE, _SPLIT_LIST = "has as many entries as the batch has rows", "the tensors inside each entry are split"
+_WHOLE = "has as many entries as the batch has rows"
 _SPLIT = ("with different numbers of rows", "the inputs were split by rows")
 
 
@@ -76,7 +76,9 @@ INPUTS = {
     "with an attribute": InputForm(lambda x, _: ((marked(x),), {}), lambda x: (x, getattr(x, "shift", 0.0))),
     "sample list": InputForm(lambda x, _: ((SampleList(x.unbind()),), {}), lambda rows: (stacked(rows), 0)),
     "samples": InputForm(
-        lambda x, _: (([*x.unbind()],), {}), lambda rows: (stacked(rows), 0), said=(_SPLIT_LIST, *_SPLIT)
+        lambda x, _: (([*x.unbind()],), {}),
+        lambda rows: (stacked(rows), 0),
+        said=(" rows (samples), but has ", *_SPLIT),
     ),
     "array": InputForm(
         lambda x, _: ((x, first_column(x).numpy()), {}),

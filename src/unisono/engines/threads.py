@@ -366,8 +366,6 @@ class Forward:
             if timeline.recording:
                 timeline.mark(timeline.GATHER)
             is_summed = call.sync_context is not None and self._tracked
-            if not call.arguments.is_flat:
-                call.arguments.warn_of_split_lists(outputs, call.sizes, self._model.first_steps.warnings)
             matched = Outputs(outputs, call.rules, call.sizes, self._replicas.live_of, is_summed=is_summed)
             del outputs
             if self._replay is not None:

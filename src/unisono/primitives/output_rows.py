@@ -92,7 +92,7 @@ def warn_of_other_rows(
         return
     others = {number for number in unsaid if len(sizes) > 1 and _has_other_size(leaves[number], sizes)}
     numbers = {number for number in unsaid if _become_a_list(leaves[number])}
-    for path, spec, inside in _containers(output, "output", 0):
+    for path, spec, inside in output.parts("output"):
         of_list = {number for number in inside if leaves[number].is_unsaid}
         if not of_list or not _may_have_entries_of_rows(spec, sizes):
             continue
@@ -163,23 +163,13 @@ def _is_size_of_rows(given: Sequence[Any], sizes: Sequence[int]) -> bool:
     return len({*sizes}) == 1 and sizes[0] in given[0] and sizes[0] > 0
 
 
-def _containers(spec: pytree.Spec, path: str, start: int) -> Iterator[tuple[str, pytree.Spec, range]]:
-    """Yield the path and the structure of each container, and the numbers of the leaves in it; outer ones first."""
-    if spec.keys is None:
-        return
-    yield path, spec, range(start, start + spec.num_leaves())
-    for key, child in zip(spec.keys, spec.specs, strict=True):
-        yield from _containers(child, path + pytree.step(spec.value, key), start)
-        start += child.num_leaves()
-
-
 def _may_have_entries_of_rows(spec: pytree.Spec, sizes: Sequence[int]) -> bool:
     """Return whether a container has as many like entries as each replica has rows, and may be a list of rows.
 
     Lists are, and dicts whose keys number the rows. A tuple may be one value, such as a loss and its terms, unless it
     holds numbers and strings only.
     """
-    if {len(spec.specs)} != {*sizes} or not spec.specs:
+    if spec.keys is None or {len(spec.specs)} != {*sizes} or not spec.specs:
         return False
     value = spec.value
     if isinstance(value, MutableMapping):

@@ -74,6 +74,13 @@ class Spec:
         for key, spec in zip(self.keys or (), self.specs, strict=True):
             yield from spec.paths(path + step(self.value, key))
 
+    def parts(self, path: str, start: int = 0) -> Iterator[tuple[str, "Spec", range]]:
+        """Yield the path and the structure of each part, and the numbers of the leaves in it; outer ones first."""
+        yield path, self, range(start, start + self.num_leaves())
+        for key, spec in zip(self.keys or (), self.specs, strict=True):
+            yield from spec.parts(path + step(self.value, key), start)
+            start += spec.num_leaves()
+
     def num_leaves(self) -> int:
         return 1 if self.keys is None else sum([spec.num_leaves() for spec in self.specs])
 

@@ -270,7 +270,8 @@ def _findings(comparison: Comparison, rows: Sequence[Row], steps: Steps) -> list
         split = _wrongly_split(one, tolerance, steps)
         if split is not None:
             return split_wrongly(findings, *split)
-        return with_whole_inputs(findings, _arguments(steps.wrapped, steps.example).whole_with_rows())
+        whole = _arguments(steps.wrapped, steps.example).whole_with_rows()
+        return with_whole_inputs(findings, [path for path, _ in whole])
     return findings
 
 
