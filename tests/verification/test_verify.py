@@ -1317,6 +1317,7 @@ def floats(x: torch.Tensor) -> list[float]:
             Cause.VALUE_OF_A_SHARD,
             "output[1] is '2' on one device, '1' on several",
         ),
+        (lambda x: (x, x.shape), Cause.VALUE_OF_A_SHARD, "output[1] is torch.Size([8, 5]) (2 entries) on one device"),
     ],
 )
 def test_outputs_without_tensors(function: Any, cause: Cause, says: str) -> None:
