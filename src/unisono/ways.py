@@ -27,7 +27,7 @@ from unisono.engines.lanes import Lane, LaneCall
 from unisono.engines.threads import NOTES, Threads
 from unisono.inference.batch_map import Callee
 from unisono.inference.lane_choice import choice_for
-from unisono.leftovers.attributes import AnyReplicas, NewReplicas
+from unisono.leftovers.attributes import AnyReplicas
 from unisono.leftovers.buffers import buffer_registries, commit_buffers
 from unisono.leftovers.first_steps import Look, ScriptedBatchNorm
 from unisono.leftovers.report import Kind
@@ -559,8 +559,6 @@ def _looks_at_composition(
         looks.append(LookAtParameters(written, with_values=with_values))
     if not is_early:
         return looks
-    if inputs := [shard for shard in shards if isinstance(shard[0], tuple) and isinstance(shard[1], dict)]:
-        looks.append(NewReplicas(first_steps.leftovers, common.modules, common.live_modules, common.names, inputs))
     if not has_several or inside_replica():
         return [*looks, first_steps.counted(structure)]
     if wrapper._options.sync_batch_norm is None and len(replicas) > 1:

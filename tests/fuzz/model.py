@@ -142,7 +142,6 @@ OUTPUTS = {
     "state": OutputForm(lambda y, x, _: (y, {"state": x.expand(MANY, -1, -1) * 1}), said=_OTHER_ROWS),
     "groups": OutputForm(lambda y, x, _: (grouped(x), y), said=_OTHER_ROWS),
     "whole": OutputForm(lambda y, x, weight: (y, weight * 2), said=_OTHER_ROWS),
-    "pairs of rows": OutputForm(lambda y, x, _: (y, [*(x[:, None] - x).unbind()]), said=_LISTS),
     "numbers": OutputForm(lambda y, x, _: (y, numbers_of(x)[:, 0].tolist()), said=_LISTS),
 }
 

@@ -278,7 +278,6 @@ class Lane:
             looks.append(LookAtParameters(replicas.written, with_values=replicas.are_new and call.is_first))
         if not replicas.are_new or not first_steps.leftovers.looks:
             return looks
-        looks.append(replicas.watched([(args, kwargs)]))
         if len(call.devices) > 1:
             inputs = [*args, *kwargs.values()]
             blueprint = self._pool.blueprint

@@ -14,7 +14,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from unisono.engines.call import Call
-from unisono.leftovers.attributes import WatchedInputs
 from unisono.primitives import pytree
 from unisono.primitives.change_tracking import fill, restore
 from unisono.primitives.dims import OutputRules
@@ -83,12 +82,8 @@ def run_in_parts(
     kwargs: dict[str, Any],
     parts: Parts,
     device: torch.device,
-    assigned: dict[str, None],
 ) -> Any:
     """Call a replica's function with its shard in parts, one after the other; return the joined output.
-
-    Args:
-        assigned: takes the paths of what forward assigns to the inputs of a part, which end with it.
 
     Raises:
         RuntimeError: it writes buffers, or its outputs are not those of the whole shard: it cannot be run in parts.
@@ -96,13 +91,12 @@ def run_in_parts(
     function, assign_as_last_part = _with_attributes_of_now(root, function)
     arguments = Arguments(args, kwargs, parts.rules.dim, axes=parts.axes)
     shards = scattered(arguments, [device] * len(parts.sizes), parts.sizes)
-    buffers, watched = _written(root), WatchedInputs(shards)
+    buffers = _written(root)
     if not torch.is_grad_enabled():
         outputs = [function(*args, **kwargs) for args, kwargs in shards]
     else:
         outputs = [checkpoint(function, *args, use_reentrant=False, **kwargs) for args, kwargs in shards]
     assign_as_last_part()
-    assigned.update(dict.fromkeys(watched.assigned()))
     if changed := [name for name, state in _written(root).items() if state != buffers.get(name)]:
         raise RuntimeError(_NO_SHARD_IN_PARTS.format(reason=f"forward changes the buffer {changed[0]!r}"))
     live = {id(tensor): tensor for tensor in chain(root.parameters(), root.buffers())}

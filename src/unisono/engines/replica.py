@@ -31,7 +31,6 @@ from unisono.autograd.replica_graph import CapturedTensors, LinkedParameters, Li
 from unisono.engines.call import Call, called
 from unisono.engines.parts import parts_of, run_in_parts
 from unisono.leftovers.attributes import (
-    NewReplicas,
     attribute_dicts_of,
     counts,
     has_rows,
@@ -75,14 +74,12 @@ class Inputs:
         shards: (positional, keyword) inputs, one a replica, on its device.
         linked: the caller's tensors that need a gradient, with the replicas' parts of them.
         numbers_of_linked: which of all tensors these are.
-        assigned_in_parts: the paths of what forward has assigned to those of a part of a shard.
     """
 
     def __init__(self, call: Call, tracked: bool, copies: Copies) -> None:
         num_replicas = len(call.devices)
         self.linked: list[LinkedTensors] = []
         self.numbers_of_linked: tuple[int, ...] = ()
-        self.assigned_in_parts: dict[str, None] = {}
         all_on_cpu = _devices.are_cpu(call.devices)
         number = 0
 
@@ -142,8 +139,7 @@ def call_replica(
     if parts is None:
         output = called(root, call.method)(*args, **kwargs)
     else:
-        function, assigned = called(root, call.method), inputs.assigned_in_parts
-        output = run_in_parts(root, function, args, kwargs, parts, call.devices[index], assigned)
+        output = run_in_parts(root, called(root, call.method), args, kwargs, parts, call.devices[index])
     if call.is_timed:
         _devices.queued_work(call.devices[index])(True)
     timings[index].forward_s = time.perf_counter() - started
@@ -335,11 +331,6 @@ class Replicas:
             if type(module) is not cls:
                 module.__class__ = cls
         return self.are_unchanged()
-
-    def watched(self, shards: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]) -> NewReplicas:
-        """Return what finds what the forward that begins leaves behind beside attributes."""
-        modules = [replica.modules for replica in self.each]
-        return NewReplicas(self._leftovers, modules, self._blueprint.modules, self._blueprint.names, shards)
 
     def assigned(self, outputs: Sequence[Any] = ()) -> list[Change]:
         """Return the attributes that all replicas have set alike, and note those that are lost.

@@ -61,7 +61,6 @@ from unisono.engines.replica import (
 from unisono.engines.rescue import Replay, run_rescued
 from unisono.leftovers.buffers import BuffersInBackward, histories
 from unisono.leftovers.first_steps import NOT_SYNCHRONISED, FirstSteps, Look, ScriptedBatchNorm
-from unisono.leftovers.report import Kind
 from unisono.leftovers.shared import Search, SharedWrites
 from unisono.leftovers.written_parameters import LookAtParameters
 from unisono.primitives.blueprint import Blueprint, collector_paused, warn_of_observers
@@ -361,8 +360,6 @@ class Forward:
             kept = [] if is_as_before else self._replicas.assigned(outputs)
             if self._model.written and not inside_replica():
                 self._pass_on_written()
-            if self._inputs.assigned_in_parts:
-                leftovers.add(Kind.ASSIGNED, self._inputs.assigned_in_parts)
             if timeline.recording:
                 timeline.mark(timeline.GATHER)
             is_summed = call.sync_context is not None and self._tracked
@@ -438,8 +435,6 @@ class Forward:
                 self._containers = ContainerSnapshot(
                     chain(*[vars(module).values() for module in pool.blueprint.modules])
                 )
-        if self._replicas.are_new and self._model.first_steps.leftovers.looks and not self._is_again:
-            looks.append(self._replicas.watched(self._inputs.shards))
         return looks if structure is None else [*looks, *self._first_looks(structure, has_several)]
 
     def _structure_of_first_steps(self, kind: tuple[Any, ...], has_several: bool) -> Hashable | None:

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from unisono.data_parallel import DataParallel
+from unisono.leftovers.attributes import DERIVED
 from unisono.leftovers.generators import GeneratorStates
 from unisono.primitives import pytree
 from unisono.primitives.batch_types import batch_type_of
@@ -27,7 +28,7 @@ from unisono.runtime import devices as _devices
 from unisono.runtime.widening import widened
 from unisono.verification.compare import plain, tensors_in
 
-_OF_EVERY_MODULE = frozenset(nn.Module().__dict__)
+_OF_TORCH = frozenset({*nn.Module().__dict__, *DERIVED}) - {"training"}
 _NO_CONTENTS = (torch.Tensor, nn.Module, types.FunctionType, types.MethodType, torch.Generator)
 _TOO_LARGE = 2**62  # for an integer tensor
 _SHARED = INERT | {object}  # a plain object marks something, by its identity
@@ -68,7 +69,7 @@ def widen(module: nn.Module, least: torch.dtype | None, original: nn.Module) -> 
         (vars(part), name)
         for part in module.modules()
         for name, value in vars(part).items()
-        if name not in _OF_EVERY_MODULE and isinstance(value, torch.Tensor | list | tuple | dict)
+        if name not in _OF_TORCH and isinstance(value, torch.Tensor | list | tuple | dict)
     ]
     kept = [each for own, name in attributes for _, each in tensors_in(own[name]) if each.is_leaf]
     every = {id(each): each for each in (*registered, *kept)}
@@ -142,21 +143,40 @@ class RandomState:
         return ["torch's generator"] * (not of_torch) + self._others.moved()
 
 
+def attributes_in(model: nn.Module) -> dict[str, Any]:
+    """Return the attributes of modules, by name. Those of a scripted one are not in its `__dict__`."""
+    return {
+        f"{path}.{name}" if path else name: value
+        for path, module in model.named_modules()
+        if not isinstance(module, torch.jit.ScriptModule | DataParallel)
+        for name, value in vars(module).items()
+        if name not in _OF_TORCH
+    }
+
+
+def marks_on(model: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
+    """Return what forward may leave on tensors of a model and in its inputs: attributes and entries, by name.
+
+    A replica has tensors and inputs of its own.
+    """
+    leaves = {**dict(pytree.leaves(args, "inputs")), **dict(pytree.leaves(kwargs, "kwargs"))}
+    tensors = {path: leaf for path, leaf in leaves.items() if isinstance(leaf, torch.Tensor)}
+    tensors |= {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    of_tensors = {f"{name}.{key}": value for name, tensor in tensors.items() for key, value in vars(tensor).items()}
+    return leaves | {name: value for name, value in of_tensors.items() if "._dynamo_" not in name}  # torch.compile's
+
+
 def contents_in(model: nn.Module) -> dict[str, dict[str, Any]]:
     """Return what the containers and objects hold that are attributes of modules, by name; tensors are copied.
 
     Replicas share them: what they change there is changed by each, in the order of arrival.
     """
     found: dict[str, dict[str, Any]] = {}
-    for path, module in model.named_modules():
-        if isinstance(module, torch.jit.ScriptModule | DataParallel):
-            continue
-        for name, value in vars(module).items():
-            if name in _OF_EVERY_MODULE or type(value) in INERT or isinstance(value, _NO_CONTENTS):
-                continue
+    for name, value in attributes_in(model).items():
+        if type(value) not in INERT and not isinstance(value, _NO_CONTENTS):
             with contextlib.suppress(Exception):  # an object of any class
                 state = state_of_object(value, without=(nn.Module, nn.Parameter))
-                found[f"{path}.{name}" if path else name] = {where: _copied(each) for where, each in state.items()}
+                found[name] = {where: _copied(each) for where, each in state.items()}
     return found
 
 
@@ -171,14 +191,10 @@ def numbers_in(model: nn.Module) -> dict[str, torch.Tensor]:
     module's, and nothing else shows it.
     """
     found: dict[str, torch.Tensor] = {}
-    for path, module in model.named_modules():
-        if isinstance(module, torch.jit.ScriptModule | DataParallel):  # not in its `__dict__`; a wrapper's own
-            continue
-        for name, value in vars(module).items():
-            name = f"{path}.{name}" if path else name
-            if isinstance(value, bool | float | complex) or (isinstance(value, int) and abs(value) < _TOO_LARGE):
-                dtype = torch.float64 if isinstance(value, float) else None
-                found[name] = torch.tensor(value, dtype=dtype, device="cpu")
-            elif type(value) is torch.Tensor and not (value.requires_grad or value.is_nested or value.is_meta):
-                found[name] = plain(value).to("cpu", copy=True)
+    for name, value in attributes_in(model).items():
+        if isinstance(value, bool | float | complex) or (isinstance(value, int) and abs(value) < _TOO_LARGE):
+            dtype = torch.float64 if isinstance(value, float) else None
+            found[name] = torch.tensor(value, dtype=dtype, device="cpu")
+        elif type(value) is torch.Tensor and not (value.requires_grad or value.is_nested or value.is_meta):
+            found[name] = plain(value).to("cpu", copy=True)
     return found
