@@ -97,7 +97,7 @@ ALIKE: dict[str, Forward] = {
     "sizes": lambda m, x: setattr(m, "size", (x.shape[1:], [x.dtype, 1.5])),
     "a first time": first_time,
     "a table that grows": grown,
-    "deleted": lambda m, x: vars(m).pop("attention", None),
+    "deleted": lambda m, x: vars(m).pop("steps", None),
     "a mode": lambda m, x: m.layer.eval(),
     "of a layer": lambda m, x: setattr(m.layer, "calls", getattr(m.layer, "calls", 0) + 1),
 }

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from unisono.leftovers.generators import OWN, GeneratorStates, generators_among, names_generators
+from unisono.leftovers.generators import OWN, GeneratorStates, generators_among
 from unisono.leftovers.report import Kind, Leftovers
 from unisono.leftovers.shared import Search, SharedWrites
 from unisono.runtime import torch_private
@@ -188,7 +188,7 @@ class _Draws:
     """
 
     def __init__(self, leftovers: Leftovers, search: Search, inputs: Iterable[Any], *, only_these: bool) -> None:
-        self._leftovers, self._only_these = leftovers, only_these and not names_generators(search)
+        self._leftovers, self._only_these = leftovers, only_these
         self._generators = generators_among([*(place.value for place in search.places), *inputs])
 
     def begin(self) -> None:
