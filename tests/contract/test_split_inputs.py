@@ -1,8 +1,6 @@
 """Inputs that are split by accident, or not at all: the error, or a warning, names them and what to write."""
 
 import ast
-import itertools
-import threading
 import warnings
 from collections import deque
 
@@ -13,7 +11,7 @@ from torch import nn
 
 import unisono
 from helpers.contract import Wrap
-from helpers.modules import Calls, Composed, Fn
+from helpers.modules import Composed, Fn
 
 NOTE = "the inputs were split by rows, 4 = 2 + 2: "
 
@@ -229,79 +227,13 @@ def test_other_objects_are_not_warned_of(other):
 # ---- iterators -------------------------------------------------------------------------------------
 
 
-def powers():
-    yield from [2.0, 3.0, 5.0]
-
-
-@pytest.mark.parametrize(
-    "made",
-    [lambda: iter([2.0, 3.0, 5.0]), powers, lambda: map(float, "235"), lambda: itertools.chain([2.0], [3.0, 5.0])],
-    ids=["list", "generator", "map", "chain"],
-)
-@pytest.mark.parametrize("options", [{}, {"parts": 2}, {"rescue": True}], ids=str)
-def test_each_replica_gets_all_items_of_an_iterator(wrap: Wrap, made, options):
-    """S19: each took some of them. In parts, each part, and its second computation, begins anew."""
-    model = wrap(Fn(lambda x, items: x * sum(items)), 3, **options)
-    x = torch.rand(6, 2, requires_grad=True)
-    output = model(x, made())
-    torch.testing.assert_close(output, x * 10)
-    output.sum().backward()
-    torch.testing.assert_close(x.grad, torch.full_like(x, 10))
-
-
-def folded(net, x, items):
-    y = torch.sin(net.layer(x)) * torch.cos(net.layer(x))
-    y = y.relu() * torch.sigmoid(y)
-    return y.pow(2).sum(-1)
-
-
-@pytest.mark.parametrize("items", [[1.0, 2.0], [torch.ones(3)]], ids=["numbers", "tensors"])
-def test_an_iterator_beside_a_compiled_backward(wrap: Wrap, items):
-    """S19, R13: a backward that overwrites what it has read refuses to keep its graph, and needs not to."""
-    model = wrap(torch.compile(Calls(folded, layer=nn.Linear(5, 3)), backend="aot_eager"))
-    for _ in range(2):
-        model(torch.randn(6, 5), iter(items)).sum().backward()
-
-
-def test_an_iterator_that_is_used_in_turns(wrap: Wrap):
-    """S19: what forward has not taken is left, and an iterator need not have an end."""
-    model, items = wrap(Fn(lambda x, given: x * next(given["items"]))), itertools.count(1)
-    for expected in (1, 2, 3):
-        torch.testing.assert_close(model(torch.ones(4, 1), {"items": items}), torch.full((4, 1), float(expected)))
-    assert next(items) == 4
-
-
-def test_an_iterator_runs_in_one_thread_at_a_time(wrap: Wrap):
-    """S19: a generator that two threads advance at once is an error of Python's."""
-    running = threading.Lock()
-
-    def slow():
-        for item in range(200):
-            assert running.acquire(blocking=False)
-            running.release()
-            yield item
-
-    model = wrap(Fn(lambda x, items: x * sum(items)), 3)
-    torch.testing.assert_close(model(torch.ones(6, 1), items=slow()), torch.full((6, 1), 19900.0))
-
-
-def test_an_error_of_an_iterator_reaches_the_caller(wrap: Wrap):
-    """S19, F1"""
-
-    def broken():
-        yield 1.0
-        raise KeyError("of the iterator")
-
-    with pytest.raises(KeyError, match="of the iterator"):
-        wrap(Fn(lambda x, items: x * sum(items)))(torch.ones(4, 1), broken())
-
-
-@pytest.mark.filterwarnings("ignore:forward of Fn writes into kinds")
-def test_with_one_replica_it_is_the_iterator_itself(wrap: Wrap):
-    """S19, A3: its methods work; with several, attributes are those of the caller's."""
-    generator = powers()
-    kinds = []
-    wrap(Fn(lambda x, items: kinds.append(items) or x), 1)(torch.ones(4, 1), generator)
-    assert kinds == [generator]
-    wrap(Fn(lambda x, items: kinds.append(items.gi_running) or x))(torch.ones(4, 1), generator)
-    assert kinds[1:] == [False] * 2
+@pytest.mark.parametrize("made", [lambda: iter([2.0]), lambda: (i for i in [2.0]), lambda: map(float, "235")])
+@pytest.mark.parametrize("nested", [False, True])
+def test_an_iterator_is_an_error(wrap: Wrap, made, nested):
+    """S19: each replica took some of its items. One replica has it as it is; a file is none."""
+    model, x, given = wrap(Fn(lambda x, items: x)), torch.ones(4, 1), made()
+    with pytest.raises(TypeError, match=r"inputs\[1\].* is an iterator.*Give a list of them: \[\*inputs\[1\]"):
+        model(x, [given] if nested else given)
+    assert wrap(Fn(lambda x, items: x * len([*items])), 1)(x, iter([1, 2])).tolist() == (2 * x).tolist()
+    with open(__file__) as file:
+        model(x, file)

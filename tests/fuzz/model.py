@@ -66,13 +66,6 @@ INPUTS = {
     "dataclass": InputForm(
         lambda x, _: ((Bundle(x, {"z": x[:, :2] * 2}),), {}), lambda b: (b.first, b.second["z"].mean(1, keepdim=True))
     ),
-    "iterator": InputForm(
-        lambda x, _: ((x, {"numbers": iter([0.5, 2.0, 3.0])}), {}), lambda x, given: (x, sum(given["numbers"]))
-    ),
-    "generator": InputForm(
-        lambda x, _: ((x, zip((n * 0.5 for n in range(3)), [1.0, 2.0, 3.0], strict=True)), {}),
-        lambda x, pairs: (x, sum(one * other for one, other in pairs)),
-    ),
     "with an attribute": InputForm(lambda x, _: ((marked(x),), {}), lambda x: (x, getattr(x, "shift", 0.0))),
     "sample list": InputForm(lambda x, _: ((SampleList(x.unbind()),), {}), lambda rows: (stacked(rows), 0)),
     "samples": InputForm(

@@ -20,7 +20,6 @@ from unisono.primitives.dims import OutputRules
 from unisono.primitives.inputs import Arguments, scattered
 from unisono.primitives.outputs import Group, Outputs
 from unisono.primitives.placements import PaddedShard, Shard, Stack
-from unisono.primitives.shared_iterators import iterators_anew
 from unisono.primitives.split_sizes import split_rows
 
 NO_PARTS = "cannot run the rows of {where} in parts (rescue=True, parts=): {reason}"
@@ -114,7 +113,7 @@ def _with_attributes_of_now(
     """Return a function for which the module's attributes are those of now, in each call: of parts, and in backward.
 
     What a part assigns is lost, as what a replica assigns is; else the next part, and the second computation of each,
-    would find it. Iterators among the inputs begin anew each time. Also returns what ends the first computation: the
+    would find it. Also returns what ends the first computation: the
     replica then has what the last part has assigned.
     """
     assigned: list[tuple[dict[str, Any], dict[str, Any]]] | None = []
@@ -124,7 +123,7 @@ def _with_attributes_of_now(
     def part(*args: Any, **kwargs: Any) -> Any:
         before = restore(dicts, start)
         try:
-            return function(*iterators_anew(args), **iterators_anew(kwargs))
+            return function(*args, **kwargs)
         finally:
             held = restore(dicts, start)
             if assigned is not None:

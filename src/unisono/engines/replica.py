@@ -56,7 +56,6 @@ from unisono.primitives.blueprint import Blueprint, unlinked_at_deletion
 from unisono.primitives.change_tracking import GONE, Change, ContainerSnapshot, DictSnapshot, TensorSnapshot, fill
 from unisono.primitives.outputs import Group
 from unisono.primitives.placements import Placement
-from unisono.primitives.shared_iterators import SharedIterator, is_iterator
 from unisono.primitives.tensor_attributes import carry_attributes
 from unisono.primitives.visitor import INERT
 from unisono.runtime import devices as _devices
@@ -700,18 +699,14 @@ def structure_of(pool: "ReplicaPool", call: Call) -> tuple[Any, ...]:
     return call.method, call.arguments.flags, pool.blueprint.signature
 
 
-def carries_objects(call: Call, inputs: Inputs) -> bool:
-    """Return whether the inputs hold objects of unknown classes, or iterators over such.
+def carries_objects(call: Call) -> bool:
+    """Return whether the inputs hold objects of unknown classes.
 
     Every replica gets the same object. Through a tensor in it the replicas' graphs may share nodes, which no replica's
     backward may free.
     """
     others = [leaf for leaf in call.arguments.leaves if type(leaf) not in _CARRIES_NOTHING]
-    others = [leaf for leaf in others if not isinstance(leaf, torch.Tensor) and batch_type_of(leaf) is None]
-    if not others or not all(map(is_iterator, others)):
-        return bool(others)
-    of_first_replica = pytree.flatten(inputs.shards[0])[0]
-    return any(leaf.carries_objects() for leaf in of_first_replica if isinstance(leaf, SharedIterator))
+    return any(not isinstance(leaf, torch.Tensor) and batch_type_of(leaf) is None for leaf in others)
 
 
 _MOST_STRUCTURES = 64

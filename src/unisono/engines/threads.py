@@ -516,7 +516,7 @@ class Forward:
     def _graphs(self, groups: Sequence[Group], outputs: list[BoundaryTensor]) -> ReplicaGraphs:
         """Return the replica graphs behind the replicas' outputs, with all that their backwards need."""
         call, parameters = self._call, self._replicas.linked
-        keep, collectors = carries_objects(call, self._inputs), [group.collector for group in self._linked]
+        keep, collectors = carries_objects(call), [group.collector for group in self._linked]
         limits = self._model.row_limits
         is_in_parts = call.parts > 1 or (
             bool(limits) and any(limits.get(n, k) < k for n, k in zip(call.replica_numbers, call.sizes, strict=True))

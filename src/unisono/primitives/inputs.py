@@ -1,8 +1,9 @@
 """Inputs: the arguments of one call, leaf by leaf, and each replica's part of them."""
 
 import copy
+import io
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import cycle, islice
 from typing import Any, TypeAlias
 
@@ -19,7 +20,6 @@ from unisono.primitives.sample_lists import (
     split_lists,
     with_entries,
 )
-from unisono.primitives.shared_iterators import SharedIterator, is_iterator
 from unisono.primitives.tensor_attributes import carry_attributes
 from unisono.runtime import devices as _devices
 from unisono.runtime.errors import add_note
@@ -34,6 +34,7 @@ _WHOLE = (
     "register how its class is split (unisono.register_batch_type). It has as many entries as the batch has rows, and "
     "every replica gets all of it. If every replica needs all: in_dims={in_dims}."
 )
+_ITERATOR = "{path} is an iterator, of which each replica would take some of the items. Give a list of them: [*{path}]."
 _SPLIT = (
     "the inputs were split by rows, {sizes}: {each}. If an input has no batch dimension (class weights, a "
     "table, weights of layers), give every replica all of it, such as in_dims={in_dims}"
@@ -83,8 +84,7 @@ class Arguments:
             self.leaves = [*inputs, *kwargs.values()]
             self._batch_types: list[BatchType | None] = [None] * len(self.leaves)
         else:
-            leaves = self._flatten()
-            self.leaves = [SharedIterator.each(leaf, 1)[0] if is_iterator(leaf) else leaf for leaf in leaves]
+            self.leaves = self._flatten()
             self._batch_types = [*map(batch_type_of, self.leaves)]
         self.flags: Flags = tuple([each if type(each) in MODES else type(each) for each in self.leaves]), (*kwargs,)
         if axes is not None:
@@ -202,6 +202,9 @@ class Arguments:
             in_parts: whether a replica runs its rows in parts.
         """
         sizes = tuple(sizes)
+        for number, leaf in enumerate(self.leaves if len(sizes) > 1 and not self.is_flat else ()):
+            if isinstance(leaf, Iterator) and not isinstance(leaf, io.IOBase):
+                raise TypeError(_ITERATOR.format(path=self.paths()[number]))
         if warnings is not None and not self.is_flat and self.rows is not None and (len(sizes) > 1 or in_parts):
             for path, numbers in self.whole_with_rows():
                 warnings.give(_WHOLE.format(path=path, in_dims=self.in_dims_with_whole(numbers)))
@@ -442,7 +445,7 @@ def _parts(
     if isinstance(leaf, torch.Tensor):
         return place(leaf, Shard(axis, sizes) if axis is not None and leaf.dim() else Replicate())
     if batch_type is None:
-        return SharedIterator.each(leaf, len(sizes)) if isinstance(leaf, SharedIterator) else [leaf] * len(sizes)
+        return [leaf] * len(sizes)
     shards = list(batch_type.scatter(leaf, list(sizes))) if axis is not None else [leaf] * len(sizes)
     if len(shards) != len(sizes):
         raise ValueError(

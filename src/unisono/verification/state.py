@@ -22,7 +22,6 @@ from unisono.primitives import pytree
 from unisono.primitives.batch_types import batch_type_of
 from unisono.primitives.object_state import state_of as state_of_object
 from unisono.primitives.references import references
-from unisono.primitives.shared_iterators import iterators_anew
 from unisono.primitives.visitor import INERT
 from unisono.runtime import devices as _devices
 from unisono.runtime.widening import widened
@@ -97,8 +96,7 @@ def _overlap(tensors: Iterable[torch.Tensor]) -> bool:
 def fresh(value: Any, device: torch.device | None = None, least: torch.dtype | None = None) -> Any:
     """Return a copy of inputs, so that forward does not change those of the program.
 
-    Tensors are leaves of a new graph, on `device` if it is given, and at least of the floating type `least`; shared
-    iterators are others over the same items.
+    Tensors are leaves of a new graph, on `device` if it is given, and at least of the floating type `least`.
     Containers and objects are copied too. An object that has something that cannot be copied, such as a lock, gets a
     shallow copy; one that cannot be copied at all, such as a file, stays the same.
     """
@@ -109,7 +107,7 @@ def fresh(value: Any, device: torch.device | None = None, least: torch.dtype | N
 
     leaves, spec = pytree.flatten(value)
     new = pytree.unflatten(spec, map(_object_copied, leaves), rebuild_all=True)
-    return iterators_anew(pytree.map_all_tensors(tensor_copied, new))
+    return pytree.map_all_tensors(tensor_copied, new)
 
 
 def _object_copied(value: Any) -> Any:
