@@ -569,7 +569,7 @@ def _looks_at_composition(
     own = [each for modules in common.modules for each in modules]
     search = Search(common.live_modules, common.names, observers=Blueprint(module).observers, own=own)
     leaves = [*invocation.inputs, *invocation.kwargs.values()]
-    return [*looks, *first_steps.looks(structure, search, leaves, _rows_of(shards), devices, wrapper.dim)]
+    return [*looks, *first_steps.looks(structure, search, leaves, devices)]
 
 
 def _rows_of(shards: Sequence[Any]) -> set[int]:

@@ -283,7 +283,7 @@ class Lane:
             blueprint = self._pool.blueprint
             own = replicas.each[0].modules
             search = Search(blueprint.modules, blueprint.names, observers=blueprint.observers, own=own)
-            looks += first_steps.looks(None, search, inputs, _rows_of(inputs), call.devices, beside_others=True)
+            looks += first_steps.looks(None, search, inputs, call.devices, beside_others=True)
         return looks
 
     def _say_leftovers(self) -> None:

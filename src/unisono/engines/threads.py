@@ -465,8 +465,7 @@ class Forward:
         blueprint, replicas = pool.blueprint, self._replicas.each
         own = [module for replica in replicas for module in replica.modules]
         search = Search(blueprint.modules, blueprint.names, inputs, blueprint.observers, own)
-        of_call = inputs.values(), call.sizes_of_runs, call.devices_of_runs, call.rules.dim
-        found = first_steps.looks(structure, search, *of_call)
+        found = first_steps.looks(structure, search, inputs.values(), call.devices_of_runs)
         self._writes = next((look for look in found if isinstance(look, SharedWrites)), None)
         return [*looks, *found]
 

@@ -74,9 +74,7 @@ class FirstSteps:
         structure: Hashable,
         search: Search,
         inputs: Iterable[Any],
-        rows: Iterable[int],
         devices: Sequence[torch.device],
-        axis: int = 0,
         *,
         beside_others: bool = False,
     ) -> list[Look]:
@@ -86,13 +84,12 @@ class FirstSteps:
             structure: None: its steps are not counted.
             search: has found what its forward leads to.
             inputs: the leaves of the inputs.
-            rows: how many rows replicas have; `axis`: on which axis.
             devices: the replicas'.
             beside_others: whether the caller's code runs at the same time.
         """
         is_first = structure is None or self.is_first(structure)
         add, add_hooks = (partial(self.leftovers.add, kind) for kind in (Kind.SHARED, Kind.HOOKS))
-        writes = SharedWrites(add, add_hooks, search, rows, axis, devices, is_first=is_first)
+        writes = SharedWrites(add, add_hooks, search, devices, is_first=is_first)
         looks: list[Look] = [_Draws(self.leftovers, search, inputs, only_these=beside_others), writes]
         return looks if structure is None else [*looks, self.counted(structure)]
 
