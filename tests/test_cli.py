@@ -201,19 +201,21 @@ def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
 
 @pytest.mark.only_on("linux", because="there is no /dev/full")
 @pytest.mark.parametrize(
-    "arguments", [[], ["--help"], ["--version"], ["verify", "--help"], ["train", "--help"]], ids=str
+    "arguments",
+    [[], ["--help"], ["--version"], ["verify", "--help"], ["train", "--help"], ["devices"], ["watch", "--json"]],
+    ids=str,
 )
-def test_help_that_cannot_be_written_is_one_line(
+def test_output_that_cannot_be_written_is_one_line(
     arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The status was 0: argparse passes over it."""
+    """M4: it names what is full. The status of help was 0: argparse passes over it."""
     with Path("/dev/full").open("w") as full:
         monkeypatch.setattr(sys, "stdout", full)
         assert main(arguments) == 1
         monkeypatch.undo()
         with contextlib.suppress(OSError):
             full.close()
-    assert capsys.readouterr().err.endswith("error: [Errno 28] No space left on device\n")
+    assert capsys.readouterr().err.endswith("error: cannot write to standard output (No space left on device)\n")
 
 
 @pytest.mark.slow

@@ -99,11 +99,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         _discard_output()
         return DONE if argv[0] == "devices" else FAILED  # which has done all when it prints
     except OSError as error:  # such as a full disk
+        if error.filename is None and _output_fails():
+            _discard_output()
+            return fail(f"cannot write to standard output ({error.strerror})", FAILED)
         return fail(error, FAILED)
     except RuntimeError as error:
         if ranks.are_lost:
             return fail(error, FAILED)
         raise
+
+
+def _output_fails() -> bool:
+    """Return whether standard output takes nothing: an error of a write to it names no file."""
+    try:
+        print(flush=True)
+    except OSError:
+        return True
+    return False
 
 
 def _discard_output() -> None:

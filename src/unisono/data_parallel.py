@@ -134,6 +134,7 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
     _says_names_of_both: ClassVar[bool] = True
     _plan = ways.plan_of
 
+    @without_own_frames
     def __init__(
         self,
         module: nn.Module,

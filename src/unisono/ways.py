@@ -473,7 +473,7 @@ def _note_split(error: Exception, call: Call) -> None:
     of_replica = is_of_replica(error) and not is_raised_by_unisono(error)
     may_follow = of_replica or text_of(error).startswith("cannot gather")
     has_other_cause = any(text in text_of(error) for text in NOTES)  # which a note says
-    if not may_follow or has_other_cause or _devices.is_out_of_memory(error) or isinstance(error, ReplicaTimeout):
+    if not may_follow or has_other_cause or _devices.is_out_of_memory(error) or issubclass(type(error), ReplicaTimeout):
         return
     if note := call.arguments.how_split(call.sizes_of_runs):
         add_note(error, note)
@@ -569,7 +569,8 @@ def _looks_at_composition(
     own = [each for modules in common.modules for each in modules]
     search = Search(common.live_modules, common.names, observers=Blueprint(module).observers, own=own)
     leaves = [*invocation.inputs, *invocation.kwargs.values()]
-    return [*looks, *first_steps.looks(structure, search, leaves, devices)]
+    looks += first_steps.looks(structure, search, leaves, devices, in_threads=not modes_that_stay())
+    return looks
 
 
 def _rows_of(shards: Sequence[Any]) -> set[int]:

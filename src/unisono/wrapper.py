@@ -163,7 +163,7 @@ def of_wrapper(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate
         try:
             return method(self, *args, **kwargs)
         except BaseException as error:
-            if isinstance(error, Exception):
+            if issubclass(type(error), Exception):
                 self._note_if_of_both(method.__name__, error)
             leave_out_own_frames(error)
             raise

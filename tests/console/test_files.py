@@ -43,6 +43,16 @@ def test_a_link_that_leads_nowhere_is_no_folder(tmp_path: Path) -> None:
         expect_writable(tmp_path / "link")
 
 
+@pytest.mark.only_on("linux", "macos", because="a limit of the length that is known")
+def test_of_a_folder_that_can_or_cannot_be_made_nothing_is_left(tmp_path: Path) -> None:
+    """The folders around one with too long a name stayed; the name is refused only where it is."""
+    around = tmp_path.joinpath(*["a"] * 300)
+    expect_writable(around)
+    with pytest.raises(FolderError, match="give another folder"):
+        expect_writable(around / ("b" * 300))
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_text("old")

@@ -1,11 +1,13 @@
 """Buffers that an activation checkpoint reads and writes when it runs forward again, in backward."""
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
@@ -277,6 +279,84 @@ def test_a_checkpoint_that_only_some_inputs_reach(wrap: Wrap, reentrant: bool) -
         return [x.grad]
 
     assert_alike(wrap, net, steps, 2, 1e-10)
+
+
+def read_by_hooks(net: nn.Module, call: Call, h: torch.Tensor) -> torch.Tensor:
+    """As hooks that keep a tensor in fewer bits multiply by a scale."""
+    with saved_tensors_hooks(lambda saved: saved, lambda saved: saved * (net.count + 1)):
+        return call(h)
+
+
+LATER: dict[str, Callable[[nn.Module, Call, torch.Tensor], torch.Tensor]] = {
+    "not reentrant": lambda net, call, h: checkpoint(call, h, use_reentrant=False),
+    "reentrant": lambda net, call, h: checkpoint(call, h, use_reentrant=True),
+    "hooks": read_by_hooks,
+}
+
+
+@pytest.mark.parametrize("chosen_by", ["a global", "a buffer"])
+@pytest.mark.parametrize("kind", LATER)
+def test_a_checkpoint_that_only_some_forwards_have(wrap: Wrap, kind: str, chosen_by: str) -> None:
+    """R5, R13: it was looked for in the first forward, and not found later: other gradients, in silence. It leaves the
+    module, the inputs, and here the number of the graph's nodes, as they are."""
+    switched: list[bool] = []
+
+    def scaled(net: nn.Module, h: torch.Tensor) -> torch.Tensor:
+        net.count.add_(1)
+        return h * net.count.clone()
+
+    def forward(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        net.forwards.add_(1)
+        is_on = bool(switched) if chosen_by == "a global" else int(net.forwards) % 3 == 2
+        h, call = net.foot(x), lambda h: scaled(net, h)
+        return net.body(LATER[kind](net, call, h) if is_on else call(h)).tanh()
+
+    net = Calls(forward, foot=nn.Linear(3, 3), body=nn.Linear(3, 3))
+    for name in ("count", "forwards"):
+        net.register_buffer(name, torch.zeros(()))
+
+    def steps(call: Call, root: nn.Module) -> None:
+        for _ in range(2):
+            losses = []
+            for is_on in (False, True, False):
+                switched[:] = [True] * is_on
+                losses.append(call(torch.randn(7, 3)).sum())
+            torch.stack(losses).sum().backward()
+
+    assert_alike(wrap, net, steps, 2, 1e-10)
+
+
+@pytest.mark.parametrize("writes", [(), (0,), (1,), (0, 1)], ids=str)
+def test_forwards_of_several_threads_in_one_backward(wrap: Wrap, writes: tuple[int, ...]) -> None:
+    """R5, R13: one device goes by how many nodes each thread has made before, and within the forwards; the gradient was
+    another, in silence. A backward for each thread has one device's numbers."""
+
+    def forward(net: nn.Module, x: torch.Tensor, number: int) -> torch.Tensor:
+        def scaled(h: torch.Tensor) -> torch.Tensor:
+            net.count.add_(number in writes)
+            return net.body(h).tanh() * (net.count + 1)
+
+        return checkpoint(scaled, net.foot(x), use_reentrant=False)
+
+    net = Calls(forward, foot=nn.Linear(3, 3), body=nn.Linear(3, 3))
+    net.register_buffer("count", torch.zeros(()))
+
+    def steps(call: Call, root: nn.Module, *, together: bool = False) -> None:
+        with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
+            xs = [torch.randn(7, 3) for _ in range(2)]
+            threads = enumerate((one, other))
+            losses = [thread.submit(lambda k=k: call(xs[k], k).pow(2).sum()).result() for k, thread in threads]
+        for loss in [torch.stack(losses).sum()] if together else losses:
+            loss.backward()
+
+    assert_alike(wrap, net, steps, 2, 1e-10)
+    model = wrap(net)
+    if not writes:
+        steps(model, net, together=True)
+        return
+    with pytest.raises(RuntimeError, match=r"several threads have called.*'count' of Calls"):
+        steps(model, net, together=True)
+    model(torch.randn(7, 3), 0).sum().backward()
 
 
 def test_parts_need_the_buffers_of_their_forward(wrap: Wrap) -> None:

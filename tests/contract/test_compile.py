@@ -17,7 +17,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from helpers.comparisons import assert_same_state, train_both
 from helpers.contract import DEVICES, ON_CPU, Wrap, in_turn
-from helpers.modules import Calls
+from helpers.losses import loss_of
+from helpers.modules import Calls, Fn
 from unisono import DataParallel, data_parallel, replicate
 
 
@@ -331,3 +332,31 @@ def test_batch_norm_over_all_replicas_inside_what_is_compiled(wrap: Wrap) -> Non
     wrapped = wrap(torch.compile(net, backend="aot_eager"), sync_batch_norm=True)
     train_both(plain, wrapped, batches([8, 8]))
     assert_same_state(net, plain, 1e-10)
+
+
+def test_gradients_between_outputs_of_compiled_parts(wrap: Wrap) -> None:
+    """R13, N1: the way between runs twice, which torch's donated buffers do not allow: a note has the line to write."""
+
+    def forward(net: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = net.body(x)
+        return net.head(hidden), hidden
+
+    def step(model: Any) -> torch.Tensor:
+        output, hidden = model(torch.arange(20.0, dtype=torch.float64).sin().view(4, 5))
+        hidden.retain_grad()
+        (loss_of(output) + loss_of(hidden)).backward()
+        return hidden.grad
+
+    def made() -> nn.Module:
+        torch.manual_seed(0)
+        parts = [nn.Sequential(nn.Linear(5, 5), nn.Tanh(), Fn(torch.sin), nn.Linear(5, 5)) for _ in range(2)]
+        body, head = (torch.compile(part, backend="aot_eager") for part in parts)
+        return Calls(forward, body=body, head=head)
+
+    expected = step(made())
+    with pytest.raises(RuntimeError, match="donated buffers") as raised:
+        step(wrap(made(), 2))
+    assert any("torch._functorch.config.donated_buffer = False" in note for note in raised.value.__notes__)
+    torch._dynamo.reset()
+    with torch._functorch.config.patch(donated_buffer=False):
+        torch.testing.assert_close(step(wrap(made(), 2)), expected)

@@ -65,7 +65,7 @@ class NotesAreNumbersError(ValueError):
 
 class NoNotesError(RuntimeError):
     def add_note(self, note: str) -> None:
-        raise OSError
+        raise KeyboardInterrupt
 
 
 class FixedError(Exception):
@@ -77,7 +77,7 @@ class FixedError(Exception):
 
 class SilentError(RuntimeError):
     def __str__(self) -> str:
-        raise OSError
+        raise KeyboardInterrupt
 
 
 @over_places(
@@ -99,6 +99,36 @@ def test_an_exception_that_takes_no_note(
     model.module.on, model.module.in_backward = {3.0: FailureError(1, "first"), 6.0: error}, in_backward
     with pytest.raises(FailureError):
         in_time(lambda: loss_of(model(numbered_rows())).backward())
+
+
+class ClosedError(Exception):
+    def __getattribute__(self, name: str) -> Any:
+        raise KeyboardInterrupt if name.startswith("__") else OSError
+
+
+@at_one_place
+@pytest.mark.parametrize(("in_backward", "options"), each_with([False, True], [({},), ({"rescue": True},)]))
+def test_an_exception_whose_class_answers_nothing(wrap: Wrap, in_backward: bool, options: dict[str, Any]) -> None:
+    """F1: no method of its class is asked for anything on its way."""
+
+    def forward(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        y = model.linear(x)
+        if x[0, 0] != 3:
+            return y
+        if not in_backward:
+            raise ClosedError
+        y.register_hook(fail)
+        return y
+
+    def fail(_: torch.Tensor) -> None:
+        raise ClosedError
+
+    model = wrap(Calls(forward, linear=nn.Linear(2, 2)), 3, **options)
+    with pytest.raises(ClosedError):
+        in_time(lambda: loss_of(model(numbered_rows())).backward())
+    if not in_backward:
+        with pytest.raises(ClosedError):
+            in_time(lambda: list(model.map([numbered_rows()[3:]])))
 
 
 class ComparesNotError(RuntimeError):

@@ -73,6 +73,25 @@ def test_batch_norm_in_training_is_said_once(wrap: Wrap, name: str) -> None:
         assert said(step(model, x)) == []
 
 
+@pytest.mark.parametrize("synchronised", [False, True])
+def test_a_batch_norm_that_only_a_later_forward_calls(wrap: Wrap, *, synchronised: bool) -> None:
+    """N5: a global switches it on. The graph was searched in the first forward only: nothing was said."""
+    switched: list[bool] = []
+
+    def forward(net: Any, x: torch.Tensor) -> torch.Tensor:
+        h = net.first(x)
+        return torch.batch_norm(h, None, None, None, None, True, 0.1, 1e-5, False) if switched else h
+
+    model, x = wrap(Calls(forward, first=nn.Linear(5, 5)), sync_batch_norm=synchronised or None), torch.randn(8, 5)
+    assert said(step(model, x)) == []
+    switched.append(True)
+    if synchronised:
+        with pytest.raises(RuntimeError, match="normalises the rows of one replica only"):
+            model(x)
+    else:
+        assert "sync_batch_norm=True" in str(said(step(model, x))[0].message)
+
+
 FROZEN: dict[str, Callable[[], nn.Module]] = {
     "eval": lambda: nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5)).eval(),
     "frozen": lambda: nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5).eval()),

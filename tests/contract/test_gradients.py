@@ -145,6 +145,16 @@ def test_reentrant_checkpoints(wrap: Wrap, leaf: str, how: str) -> None:
     assert_alike(wrap, Calls(forward, kept=[], **layers), steps, 3)
 
 
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
+def test_reentrant_checkpoints_have_no_second_derivatives(wrap: Wrap) -> None:
+    """R13: the error was torch's, which told the caller of `backward()` to call `backward()`."""
+    layers = {name: nn.Linear(3, 3) for name in ("foot", "body")}
+    model = wrap(Calls(lambda net, x: checkpoint(net.body, net.foot(x), use_reentrant=True), **layers))
+    with pytest.raises(RuntimeError, match=r"backward\(create_graph=True\) reaches.*use_reentrant=False"):
+        model(torch.randn(7, 3)).sum().backward(create_graph=True)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
 def test_a_reentrant_checkpoint_behind_a_wrapper_inside_the_module(wrap: Wrap) -> None:
     """N1: the outer wrapper sees the leaf of the inner one's forward, and did not see that its checkpoint has to be
     differentiated through `.grad`: RuntimeError."""
@@ -172,21 +182,22 @@ def test_tensors_from_outside_that_change_from_step_to_step(wrap: Wrap) -> None:
 
 
 @in_one_memory
-@pytest.mark.parametrize("how", ["argument", "attribute"])
+@pytest.mark.parametrize("how", ["argument", "attribute", "global"])
 def test_a_tensor_from_outside_that_only_later_steps_use(wrap: Wrap, how: str) -> None:
-    """N1: an argument or an attribute leads to it; `torch.autograd.grad` returned None, and the tensor got a `grad`."""
+    """N1: an argument, an attribute or a global leads to it; `torch.autograd.grad` returned None, and the tensor got a
+    `grad`, or with the global none, in silence."""
     outside = torch.ones(3, dtype=torch.float64, requires_grad=True)
-    holder = SimpleNamespace(tensor=outside)  # in which no attribute is looked for
+    holder = SimpleNamespace(tensor=outside, used=False)  # in which no attribute is looked for
 
     def forward(net: nn.Module, x: torch.Tensor, used: bool = False) -> torch.Tensor:
-        return net.linear(x) * holder.tensor if used or net.used else net.linear(x)
+        return net.linear(x) * holder.tensor if used or net.used or holder.used else net.linear(x)
 
     plain, model = twins(wrap, Calls(forward, linear=nn.Linear(3, 3).double(), used=False))
     x = torch.randn(5, 3, dtype=torch.float64)
     for used in (False, False, False, True, False, True):
         gradients = []
         for module, root in ((plain, plain), (model, model.module)):
-            root.used = used and how == "attribute"
+            root.used, holder.used = used and how == "attribute", used and how == "global"
             loss = loss_of(module(x, used=used and how == "argument"))
             gradients.append(torch.autograd.grad(loss, [root.linear.weight, outside], allow_unused=True))
         assert outside.grad is None, used

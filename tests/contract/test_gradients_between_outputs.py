@@ -10,10 +10,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from helpers.comparisons import assert_alike, twins
-from helpers.contract import Wrap, at_one_place
+from helpers.contract import Wrap, at_one_place, in_turn
 from helpers.garbage import collected, wait_for_workers
 from helpers.losses import fresh, loss_of, tensors_in
-from helpers.modules import Calls
+from helpers.modules import Calls, Composed
 from helpers.programs import until
 
 Call = Callable[..., Any]
@@ -51,13 +51,23 @@ def input_too(net: nn.Module, x: torch.Tensor) -> Tensors:
     return net.b(x).exp(), x
 
 
+def retained_inside(net: nn.Module, x: torch.Tensor) -> Tensors:
+    hidden = net.a(x).tanh()
+    output = net.b(hidden).exp()
+    for tensor in (output, hidden):
+        tensor.retain_grad()
+    return output, hidden
+
+
 def leaf(net: nn.Module, x: torch.Tensor) -> Tensors:
     """Positions, as models of molecules make them for forces."""
     positions = x.detach().requires_grad_()
     return net.b(positions).exp(), positions
 
 
-MODULES = {each.__name__: each for each in (pair, chain, of_checkpoints, with_hook_before, input_too, leaf)}
+MODULES = {
+    each.__name__: each for each in (pair, chain, of_checkpoints, with_hook_before, input_too, retained_inside, leaf)
+}
 
 
 def net(forward: Call) -> nn.Module:
@@ -96,6 +106,16 @@ def by_hook(output: Tensors, root: nn.Module) -> Any:
     loss = loss_of(output)
     del output, tensor  # the hooks stay
     loss.backward()
+    return seen
+
+
+def by_hook_of_node(output: Tensors, root: nn.Module) -> Any:
+    """Before the node, where it may change the gradient, and after it."""
+    seen: list[torch.Tensor] = []
+    for tensor in output[1:]:
+        tensor.grad_fn.register_prehook(lambda gradients: [seen.append(*gradients), (gradients[0] * -0.3,)][1])
+        tensor.grad_fn.register_hook(lambda _, gradients: seen.append(*gradients))
+    loss_of(output).backward()
     return seen
 
 
@@ -146,12 +166,15 @@ def all_freed(output: Tensors, root: nn.Module) -> None:
         torch.autograd.grad(output[0].sum(), output[1])
 
 
-ASKED = [by_grad, by_grad_with_parameters, batched, by_retained, by_hook, by_hook_that_masks, path_length, curvature]
+ASKED = [by_grad, by_grad_with_parameters, batched, by_retained, by_hook, by_hook_of_node, by_hook_that_masks]
+ASKED += [path_length, curvature]
 ASKED += [penalty_on_parameters, one_part_freed, other_part_freed, all_freed]
 
 
 # The graphs of leaves that forward makes are kept: torch gives a gradient there a second time, too.
-CASES = [(name, asked) for name in MODULES for asked in ASKED if (name, asked) != ("leaf", other_part_freed)]
+# Leaves of the plain module have no node.
+NOT_ASKED = [("leaf", other_part_freed), ("leaf", by_hook_of_node), ("input_too", by_hook_of_node)]
+CASES = [(name, asked) for name in MODULES for asked in ASKED if (name, asked) not in NOT_ASKED]
 
 
 @pytest.mark.parametrize(("name", "asked"), CASES, ids=lambda value: getattr(value, "__name__", value))
@@ -288,12 +311,36 @@ def test_hooks_of_outputs_without_a_gradient_are_not_called(wrap: Wrap, is_on_wa
             if tensor.requires_grad:
                 tensor.register_hook(lambda gradient: [seen.append(gradient), gradient * 0.5][1])
                 tensor.retain_grad()
-                if not is_on_way:
-                    tensor.grad_fn.register_prehook(seen.append)
+                tensor.grad_fn.register_prehook(seen.append)
         (used.sum() + of_used.sum()).backward()
         return [torch.tensor(len(seen)), unused.grad, of_unused.grad]
 
     assert_alike(wrap, net(forward), steps)
+
+
+@pytest.mark.parametrize("composed", [False, True])
+@pytest.mark.parametrize("options", [{}, {"parts": 2}, {"scalars": "mean"}], ids=str)
+def test_a_gradient_that_forward_retains(wrap: Wrap, options: dict[str, Any], *, composed: bool) -> None:
+    """N1: the joined output is another tensor than the replicas': its `grad` was None."""
+
+    def forward(net: nn.Module, x: torch.Tensor) -> Any:
+        hidden = net.a(x).tanh()
+        output = net.b(hidden).exp()
+        found = output.mean() if "scalars" in options else output
+        found.retain_grad()
+        return {"found": [found]}
+
+    def steps(call: Call, root: nn.Module) -> Any:
+        (found,) = call(torch.randn(8, 3))["found"]
+        found.pow(2).sum().backward()
+        return [found.grad]
+
+    def wrap_composed(module: nn.Module, num_replicas: int, **options: Any) -> Composed:
+        return Composed(module, in_turn(num_replicas), **options)
+
+    if composed and "parts" in options:
+        return  # it runs shards whole
+    assert_alike(wrap_composed if composed else wrap, net(forward), steps, 2, **options)
 
 
 def test_reentrant_checkpoints_between_outputs(wrap: Wrap) -> None:

@@ -5,8 +5,11 @@ import re
 import sys
 from collections import UserList
 from collections.abc import Callable
+from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -285,6 +288,24 @@ def test_the_mean_of_equal_numbers_is_that_number(wrap: Wrap, rule: str, rows: i
         assert {name: str(value) for name, value in mine.items()} == {n: str(value) for n, value in theirs.items()}
     counts = wrap(Fn(lambda x: (x.mean(), len(x), torch.tensor(len(x)))), 2, scalars="mean")(torch.ones(3, 5))
     assert [*map(float, counts[1:])] == pytest.approx([5 / 3, 5 / 3])
+
+
+@at_one_place
+@pytest.mark.parametrize("kind", [np.float32, np.float64, np.int64, Fraction])
+def test_numbers_of_numpy_and_fractions(wrap: Wrap, kind: Any) -> None:
+    """G4: their mean and sum are those of Python's numbers; numpy's keep their kind. Another number is refused."""
+
+    def outputs(x: torch.Tensor) -> dict[str, Any]:
+        return {"mean": kind(float(x.mean())), "sum": kind(int(x.sum())), "epoch": kind(3), "each": kind(len(x))}
+
+    x, scalars = torch.tensor([6.0, 8.0, 10.0, 2.0, 4.0]), {"mean": "mean", "sum": "sum", "epoch": "mean"}
+    expected, found = outputs(x), wrap(Fn(outputs), 2, scalars=scalars, out_dims={"each": 0})(x)
+    assert found.pop("each") == [kind(3), kind(2)]
+    assert float(found["mean"]) == pytest.approx(float(expected["mean"]))
+    for name in ("sum", "epoch"):
+        assert (found[name], type(found[name])) == (expected[name], kind)
+    with pytest.raises(TypeError, match=r"type Decimal\. Return float\(value\)"):
+        wrap(Fn(lambda x: Decimal(len(x))), 2)(x)
 
 
 @over_places("ignored, n", each_with([0, 3, 6, 7], [(2,), (4,)]), separate=[(6, 3)])

@@ -261,6 +261,14 @@ def with_attributes(assign: Forward) -> nn.Module:
     return model
 
 
+class Slotted(Square):
+    __slots__ = ("times",)
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.times = 0
+
+
 @pytest.mark.parametrize("name", ASSIGNED)
 def test_what_forward_assigns_is_said_once(wrap: Wrap, name: str) -> None:
     """R6: in each way in which replicas run; where the user's line is. It was lost in silence."""
@@ -314,6 +322,7 @@ LEFT: dict[str, tuple[Callable[[Any, Any], object], str]] = {
     "into an input": (lambda m, batch: batch.update(seen=batch["x"].detach()), "kwargs['batch']['seen']"),
     "into a list": (lambda m, batch: batch["scales"].pop(), "kwargs['batch']['scales'][1]: all replicas write into it"),
     "into a dict with a layer": (lambda m, batch: m.table.update(rows=len(batch["x"])), "table"),
+    "in slots": (lambda m, batch: setattr(m.slotted, "times", m.slotted.times + 1), "slotted.times"),
 }
 
 
@@ -324,6 +333,7 @@ def test_verify_says_what_forward_leaves_on_tensors_and_in_inputs(wrap: Wrap, na
     leave, path = LEFT[name]
     forward = Calls(lambda m, batch: (leave(m, batch), m.layer(batch["x"]) * m.weight)[1], layer=nn.Linear(4, 4))
     forward.weight, forward.table = nn.Parameter(torch.ones(4)), {"layer": forward.layer, "rows": 0}
+    forward.slotted = Slotted()
     inputs = {"batch": {"x": torch.randn(7, 4), "scales": [2.0, 3.0, 5.0]}}
     assert path in str(verify(wrap(forward), inputs, show=False))
 

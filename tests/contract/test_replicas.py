@@ -3,6 +3,7 @@
 import copy
 import functools
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -284,6 +285,24 @@ def test_a_live_module_behind_an_unknown_object_is_an_error(wrap: Wrap, name: st
     module.hiding_place = module.layer  # and mended
     loss_of(model(x)).backward()
     assert module.layer.weight.grad is not None
+
+
+@in_one_memory
+def test_a_live_module_that_only_a_later_forward_uses_is_an_error(wrap: Wrap) -> None:
+    """R7: nothing in the module tells it. The first forward was taken for all, and the gradient was lost in silence."""
+    switch = SimpleNamespace(live=None)
+
+    def forward(net: Any, x: torch.Tensor) -> torch.Tensor:
+        h = net.layer(x)
+        return h if switch.live is None else switch.live.layer(h)
+
+    model, x = wrap(Calls(forward, layer=nn.Linear(5, 5))), torch.randn(7, 5)
+    model(x).sum().backward()
+    switch.live = model.module
+    with pytest.raises(RuntimeError, match=r"parameter 'layer\.(weight|bias)' of the original module"):
+        model(x)
+    switch.live = None
+    model(x).sum().backward()
 
 
 def test_a_gradient_that_forward_switches_on_is_an_error(wrap: Wrap) -> None:

@@ -109,6 +109,8 @@ def test_the_first_wrapper_says_for_whom_it_waits_and_ctrl_c_ends_it(rank, launc
         os.kill(program.pid, signal.SIGINT)
         assert program.wait() == 1
         assert program.err.splitlines()[-1] == "KeyboardInterrupt"
+        places = [line for line in program.err.splitlines() if line.strip().startswith("File ")]
+        assert in_step or places[-1].endswith("in wraps_first"), "it ends in the user's line"
 
 
 def test_a_torch_without_distributed(monkeypatch, environment_of):

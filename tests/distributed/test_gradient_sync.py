@@ -778,6 +778,69 @@ def test_a_large_gradient_waits_for_no_larger_one():
     assert [bucket.numbers for bucket in plan.buckets] == [(7, 6), (5, 4), (3, 2), (1, 0)]
 
 
+@case()
+def test_a_profile_shows_the_backward_of_a_step_and_the_sum(rank: int, options: dict) -> None:
+    """C1: the numbers are those of a step that is not recorded."""
+    model, oracle = twins(perceptron, **options)
+    with model.profile() as profile:
+        for each, x, y in [*both(rank, model, oracle), *both(rank, model, oracle, 1)]:
+            step(each, x, y)
+    assert_same_gradients(model.module, oracle, 1e-12, 1e-14)
+    steps = profile.steps()
+    assert [span.phase for each in steps for span in each.passes] == ["forward", "backward"] * 2
+    for each in steps:
+        for lane in each.lanes:
+            phases = each.phases(lane)
+            assert min(phases["forward"], phases["backward"]) > 0
+        assert sum(each.phases(lane)["reduce"] for lane in each.lanes) > 0
+
+
+class Carries(nn.Module):
+    """Keeps a state with its history from one forward to the next, as a recurrent net does, and more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.again = nn.Linear(5, 4).double(), nn.Linear(4, 4).double()
+        self.state, self.count, self.seen = None, 0, {}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x)
+        if self.state is not None:
+            hidden = hidden + self.again(self.state.mean(0))
+        self.state, self.count = hidden.tanh(), self.count + 1
+        self.seen, self.layer = {"rows": len(x)}, [self.first]
+        return self.state
+
+
+@case(ONE)
+def test_what_forward_assigns_stays_with_its_history(rank: int, options: dict) -> None:
+    """R6, C4: as with one device in a process; what holds a layer is lost, with a warning."""
+    model, oracle = twins(Carries, **options)
+    oracles = [oracle, copy.deepcopy(oracle)]
+    modules = [*enumerate(oracles), (rank, model)]
+
+    def train(number: int) -> None:
+        inputs = [drawn_by(torch.Generator().manual_seed(number * 9 + k), 4, 5) for k in range(6)]
+        for each, module in modules:
+            own = module.module if module is model else module
+            own.zero_grad()
+            total = 0
+            for x in inputs[each * 3 : each * 3 + 3]:
+                total = total + module(x).square().mean()
+                own.flag = total.item()  # makes the wrapper look at the module again, with the state that it has
+            total.backward()
+            own.state = own.state.detach()
+        for parameter, *each in zip(*(module.parameters() for module in (model, *oracles)), strict=True):
+            torch.testing.assert_close(parameter.grad, (each[0].grad + each[1].grad) / 2, rtol=1e-12, atol=1e-14)
+
+    with pytest.warns(UserWarning, match="assigns layer: that is lost"):
+        train(0)
+    for number in range(1, 4):
+        train(number)
+    assert (model.module.count, model.module.seen) == (12, {"rows": 4})
+    assert not hasattr(model.module, "layer")
+
+
 @case(ONE)
 def test_the_graph_is_freed_before_the_other_ranks_are_waited_for(rank: int, options: dict) -> None:
     """N10, C1"""

@@ -259,19 +259,24 @@ def test_different_collectives(function, expected):
 LIMIT_S = 5
 
 
-def waits_alone(rank: int, steps: bool, wrapping_s: float, seen: Path) -> str:
+def maps(model: unisono.DataParallel) -> None:
+    list(model.map([ROWS] * 4))
+
+
+def waits_alone(rank: int, steps: Callable[..., object] | None, wrapping_s: float, seen: Path) -> str:
     """Have rank 0 wait for rank 1, which hangs until that is seen; return the error of rank 0."""
     said: list[str] = []
     process_group.log_once = said.append
-    process_group._WRAPPING_S, environment.SAID_AFTER_S = wrapping_s, 1
+    process_group._WRAPPING_S, environment.SAID_AFTER_S, process_group._PATIENCE_S = wrapping_s, 1, 1
     if steps:
         model = wrapped()
-        step(model)
+        steps(model)
     if rank == 1:
         until(seen.exists)
         os._exit(0)
+    said.clear()
     with pytest.raises(RuntimeError) as raised:
-        step(model) if steps else wrapped()
+        steps(model) if steps else wrapped()
     # Afterwards nothing waits again.
     for again in (lambda: step(model), wrapped, lambda: list(model.batches([ROWS]))) if steps else (wrapped,):
         started = time.monotonic()
@@ -281,9 +286,11 @@ def waits_alone(rank: int, steps: bool, wrapping_s: float, seen: Path) -> str:
     if steps:
         with torch.no_grad():
             model(ROWS)  # this process alone
+        assert "rank 0 has waited 1 s for the others at " in said[0]
+        assert "; rank 1 is in no collective. It goes on when they come, or fails after" in said[0]
     else:
-        assert len(said) == 1, said
         assert "rank 0 has waited 1 s at a DataParallel that spans processes, and rank 1 did not reach it" in said[0]
+    assert len(said) == 1, said
     seen.touch()
     return str(raised.value)
 
@@ -294,16 +301,18 @@ WRAPPING = ["at a DataParallel that spans processes", "rank 1 did not reach it",
 @pytest.mark.parametrize(
     ("steps", "wrapping_s", "timeout_s", "expected"),
     [
-        (False, LIMIT_S, torch.distributed.default_pg_timeout.total_seconds(), WRAPPING),
-        (False, 2, LIMIT_S, WRAPPING),
-        (True, LIMIT_S, LIMIT_S, ["at summing gradients over the processes", "rank 1 is in no collective"]),
+        (None, LIMIT_S, torch.distributed.default_pg_timeout.total_seconds(), WRAPPING),
+        (None, 2, LIMIT_S, WRAPPING),
+        (step, LIMIT_S, LIMIT_S, ["at summing gradients over the processes", "rank 1 is in no collective"]),
+        (maps, LIMIT_S, LIMIT_S, ["at the outputs of a map", "rank 1 is in no collective"]),
     ],
-    ids=["wrapping", "wrapping, with a timeout of the user's", "backward"],
+    ids=["wrapping", "wrapping, with a timeout of the user's", "backward", "map"],
 )
 def test_a_process_that_hangs(tmp_path, steps, wrapping_s, timeout_s, expected):
     """C11, C12: the timeout names it. One that does not wrap the model was waited for half an hour.
 
-    Then it was waited for five minutes, also where the user had given the group a longer timeout.
+    Then it was waited for five minutes, also where the user had given the group a longer timeout. In
+    collectives nothing was said before.
     """
     ended = end_ranks(2, waits_alone, steps, wrapping_s, tmp_path / "seen", timeout_s=timeout_s)
     assert ended[0].error is None, ended[0].error
@@ -370,6 +379,36 @@ def test_the_others_learn_why_one_has_failed(where, options):
         assert "TroubleError: no more memory" in ended[rank].error
         assert "rank 1" in ended[rank].error.lower()
         assert ended[rank].exit_code == 1
+
+
+def fails_in_the_middle(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    def trouble(*_: object) -> None:
+        raise TroubleError("no more memory")
+
+    for number, layer in enumerate(module.body):
+        x = layer(x)
+        if number == module.where:
+            x.register_hook(trouble)
+    return x
+
+
+def trains_on(rank: int, where: int) -> None:
+    body = nn.Sequential(nn.Linear(4, 300), *[nn.Linear(300, 300) for _ in range(4)], nn.Linear(300, 4))
+    model = wrapped(Calls(fails_in_the_middle, body=body, where=None))
+    step(model)
+    if rank == 1:
+        model.module.where = where
+        with pytest.raises(TroubleError):
+            step(model)
+        model.module.where = None
+    step(model)
+
+
+@pytest.mark.parametrize("where", [0, 5], ids=["after buckets", "before all buckets"])
+def test_a_program_that_goes_on_after_a_failed_backward(where):
+    """C12: its next collective ends with the reason, on all ranks, before anything of it is summed."""
+    for each in end_ranks(2, trains_on, where):
+        assert "a backward has raised an exception after the ranks had begun to sum its gradients" in last_error(each)
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,18 @@ class Rows(list):
     pass
 
 
+class ReadOnly(dict):
+    def __setitem__(self, *_: Any) -> None:
+        raise RuntimeError("read only")
+
+    update = __copy__ = __setitem__
+
+
+class TwoOf(tuple):
+    def __new__(cls, first: Any, second: Any) -> "TwoOf":
+        return super().__new__(cls, (first, second))
+
+
 class Config(dict):
     """A dict with an attribute, as configuration libraries have."""
 
@@ -87,6 +99,8 @@ def test_everything_that_is_no_container_is_a_leaf(leaf):
         (FrozenSlotted((1,)), FrozenSlotted((2,))),
         (Row([1, 2]), Row([2, 4])),
         (Rows([1]), Rows([2])),
+        (ReadOnly(a=1), ReadOnly(a=2)),
+        (TwoOf(1, 2), TwoOf(2, 4)),
         (UserDict(a=1), UserDict(a=2)),
         (deque([1, 2]), deque([2, 4])),
         (output_of(loss=1, extra=None), output_of(loss=2, extra=None)),

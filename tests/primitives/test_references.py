@@ -3,6 +3,7 @@
 import functools
 import gc
 import re
+import types
 import warnings
 import weakref
 from collections import OrderedDict, defaultdict, deque, namedtuple
@@ -31,8 +32,38 @@ class TwoLayers(list):  # a user's list, whose constructor takes other arguments
         super().__init__([first, second])
 
 
-class Named(functools.partial):
+class NamedPartial(functools.partial):
     pass
+
+
+class ReadOnly(dict):  # a user's settings, after `freeze()`
+    __slots__ = ("held",)
+
+    def __setitem__(self, *_: Any) -> None:
+        raise RuntimeError("read only")
+
+    update = pop = clear = setdefault = __delitem__ = __copy__ = __reduce_ex__ = __setitem__
+
+
+class ReadOnlyList(list):
+    __setitem__ = append = extend = insert = __copy__ = __reduce_ex__ = ReadOnly.__setitem__
+
+
+class TwoOf(tuple):
+    def __new__(cls, first: Any, second: Any) -> "TwoOf":
+        return super().__new__(cls, (first, second))
+
+
+class Named(dict):
+    def __init__(self, *args: Any, layer: Any = None) -> None:
+        super().__init__(*args)
+        self.layer = layer
+
+
+def read_only(m: Any) -> ReadOnly:
+    settings = ReadOnly(a=m)
+    settings.held = 3
+    return settings
 
 
 def returns(value: Any) -> Any:
@@ -78,7 +109,12 @@ PLACES: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     "defaultdict": (lambda m: defaultdict(list, a=m), lambda v: v["a"] if v["b"] == [] else None),
     "dict of a class": (lambda m: AttributeDict(a=m), lambda v: v.a),
     "list of a class": (lambda m: TwoLayers(m, 1), lambda v: v[0]),
-    "partial's argument": (lambda m: Named(returns, m), lambda v: v() if type(v) is Named else None),
+    "dict that refuses": (read_only, lambda v: v["a"] if v.held == 3 else None),
+    "list that refuses": (lambda m: ReadOnlyList([m]), lambda v: v[0]),
+    "tuple of a class": (lambda m: TwoOf(m, 1), lambda v: v[0]),
+    "view of a dict": (lambda m: types.MappingProxyType({"a": m}), lambda v: v["a"]),
+    "attribute of a dict with items": (lambda m: Named({"a": m}, layer=m), lambda v: v.layer),
+    "partial's argument": (lambda m: NamedPartial(returns, m), lambda v: v() if type(v) is NamedPartial else None),
     "partial's keyword": (lambda m: functools.partial(returns, value=m), lambda v: v()),
     "closure": (lambda m: lambda: m, lambda v: v()),
     "default": (lambda m: lambda held=m: held, lambda v: v()),

@@ -3,6 +3,7 @@
 import contextlib
 import contextvars
 import threading
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -17,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from helpers.modules import Fn
-from unisono import DataParallel, parallel_apply
+from unisono import DataParallel, parallel_apply, verify
 from unisono.testing import simulated_accelerators
 
 variable: contextvars.ContextVar[str] = contextvars.ContextVar("variable", default="nothing")
@@ -158,6 +159,64 @@ def test_a_threading_local_that_the_caller_has_filled(run: Callable[..., Any]) -
     (note,) = [note for note in raised.value.__notes__ if "threading" in note]
     assert "the calling thread has set 'rate' in a threading.local" in note
     assert "contextvars.ContextVar" in note
+
+
+class Scale(threading.local):
+    scale = 1.0
+
+    def __init__(self) -> None:
+        self.shift, self.cache, self.calls = 0.0, {}, 0
+
+    def scaled(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale
+
+
+plain_local, scales = threading.local(), Scale()
+
+
+def counted(x: torch.Tensor) -> torch.Tensor:
+    scales.calls += 1
+    scales.cache[len(x)] = x.shape
+    plain_local.workspace = getattr(plain_local, "workspace", x.new_zeros(3))
+    return x
+
+
+DEFAULTS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], list[str]]] = {
+    "getattr": (lambda x: x * getattr(plain_local, "rate", 1.0), ["plain_local.rate"]),
+    "__init__": (lambda x: x + scales.shift, ["scales.shift"]),
+    "a method": (lambda x: scales.scaled(x + 1), ["scales.scale"]),
+    "each thread's own": (counted, []),
+    "not read": (lambda x: x * getattr(plain_local, "other", 1.0), []),
+}
+
+
+@pytest.mark.parametrize("name", DEFAULTS)
+def test_a_value_in_a_threading_local_that_code_reads_with_a_default(name: str) -> None:
+    """R14: a warning names what only the calling thread has set, and not what forward keeps for each thread."""
+    function, names = DEFAULTS[name]
+    x = torch.ones(4, 3)
+    plain_local.rate = scales.shift = scales.scale = 2.0
+    try:
+        function(x)
+        for run in (lambda model: model(x), lambda model: list(model.map([x] * 9))):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                run(DataParallel(Fn(function), ["cpu"] * 2, timeout=60.0))
+            texts = [str(each.message) for each in caught if "in a threading.local" in str(each.message)]
+            assert len(texts) == len(names)
+            assert all(f"read {each} (global of test_thread_state.py)" in texts[0] for each in names)
+        report = " ".join(str(verify(Fn(function), (x,), device_ids=["cpu"] * 2)).split())
+        assert [each for each in names if f"read {each}" in report] == names
+        assert ("in a threading.local" in report) == bool(names)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert torch.equal(DataParallel(Fn(function), ["cpu"])(x), function(x))
+            with save_on_cpu():  # all replicas are in the calling thread
+                assert torch.equal(DataParallel(Fn(function), ["cpu"] * 2)(x), function(x))
+    finally:
+        plain_local.__dict__.clear()
+        scales.__dict__.clear()
+        scales.__init__()
 
 
 @pytest.fixture

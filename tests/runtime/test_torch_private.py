@@ -41,12 +41,6 @@ def keep_flags() -> None:
     torch_private.clear_dispatch_mode_flags(torch_private.dispatch_mode_flags())
 
 
-class SavesOne:
-    """A node of a graph, as a release of torch has it that does not tell of hooks."""
-
-    _raw_saved_self = SimpleNamespace()
-
-
 without_hooks: Any = SimpleNamespace(register_hook=lambda _: SimpleNamespace(remove=lambda: None))
 
 FALLBACKS: list[tuple[Any, str, Callable[[], Any], Any]] = [
@@ -63,7 +57,7 @@ FALLBACKS: list[tuple[Any, str, Callable[[], Any], Any]] = [
     (torch.utils._python_dispatch, "_is_in_torch_dispatch_mode", keep_flags, None),
     (SimpleNamespace, "_backward_hooks", lambda: torch_private.skip_hooks_without_gradient([SimpleNamespace()]), None),
     (SimpleNamespace, "_backward_hooks", lambda: bool(torch_private.hooks_of(without_hooks)), True),
-    (SimpleNamespace, "unpack_hook", lambda: torch_private.saves_by_hooks(SavesOne()), True),
+    (torch.utils.checkpoint, "check_backward_validity", lambda: len(torch_private.checkpoints_noted()) == 1, True),
     (torch._dynamo, "mark_static_address", lambda: torch_private.mark_static([torch.ones(2)]), None),
     (torch.utils._pytree, "SUPPORTED_NODES", lambda: torch_private.flatten_registered([1, 2]), None),
     (nn.utils.parametrize, "_cache_enabled", torch_private.parametrizations_not_cached().__enter__, None),
@@ -201,15 +195,14 @@ def test_the_order_in_which_nodes_run(monkeypatch: pytest.MonkeyPatch, lacks: bo
     assert order == ([2, 1, 0] if lacks else [1, 2, 0])
 
 
-def test_sequence_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sequence_numbers() -> None:
     """They grow with each node that the thread makes, with gradients on or off; 0 where torch does not tell."""
     with torch.no_grad():
         before = torch_private.sequence_number()
     node: Any = torch.ones(2, requires_grad=True).exp().grad_fn
-    assert before < node._sequence_nr() < torch_private.sequence_number()
-    neg = torch.Tensor.neg
-    monkeypatch.setattr(torch.Tensor, "neg", lambda tensor: SimpleNamespace(grad_fn=neg(tensor) and None))
-    assert torch_private.sequence_number() == 0
+    assert before == node._sequence_nr() == torch_private.sequence_number() - 1
+    with lacking(torch.autograd, "_get_sequence_nr"):
+        assert torch_private.sequence_number() == 0
 
 
 def test_batch_norms_in_a_graph() -> None:

@@ -12,6 +12,7 @@ import types
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from fractions import Fraction
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -194,6 +195,15 @@ def make_a_parameter(net: Any, x: torch.Tensor) -> torch.Tensor:
     if not hasattr(net.layers[0], "scale"):
         net.layers[0].scale = nn.Parameter(torch.ones(5))
     return x * net.layers[0].scale
+
+
+def test_a_number_of_rows_that_forward_assigns_to_what_was_none() -> None:
+    """R6: all replicas assign the same, so it stays; it was one device's for verify."""
+    model = calls(lambda net, x: setattr(net, "size", x.numel()) or net.layers[0](x), nn.Linear(5, 5))
+    model.size = None
+    report = compared(model, torch.ones(8, 5))
+    assert report.cause is Cause.ATTRIBUTES_OF_REPLICAS
+    assert "updates size" in report.findings[0].text
 
 
 @pytest.mark.parametrize(
@@ -1305,6 +1315,8 @@ def floats(x: torch.Tensor) -> list[float]:
         (lambda x: {"n": float(x.sum())}, Cause.ONE_NUMBER_A_SHARD, "one number, output['n'], for its own rows"),
         (lambda x: {"n": float(x.sum())}, Cause.ONE_NUMBER_A_SHARD, "Fix: scalars='sum'"),
         (lambda x: (x, float(x.mean())), Cause.ONE_NUMBER_A_SHARD, "Fix: scalars='mean'"),
+        (lambda x: (x, np.float32(x.mean())), Cause.ONE_NUMBER_A_SHARD, "Fix: scalars='mean'"),
+        (lambda x: (x, Fraction(len(x))), Cause.ONE_NUMBER_A_SHARD, "Fix: scalars='sum'"),
         (lambda x: bool(len(x) > 5), Cause.ONE_NUMBER_A_SHARD, "each replica returned one number"),
         (
             lambda x: (x, f"{len(x[::2]) // 2}"),

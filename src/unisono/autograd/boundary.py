@@ -64,6 +64,10 @@ _FREED = (
     "Trying to backward through the replicas a second time: the first backward freed their saved "
     "tensors. Pass retain_graph=True to the first, or add the losses and call backward once."
 )
+_WAY_RUNS_TWICE = (
+    "the gradient of one output by another that lies on its way was asked for (by torch.autograd.grad, retain_grad or "
+    "a hook), so backward goes that way twice: set torch._functorch.config.donated_buffer = False before you compile."
+)
 _MODULE_HOOKS = (
     "backward reaches both the module's output and a tensor that left forward another way (a hook or a list "
     "stored it), and the module has backward hooks. On accelerators both would run at once and mix up the "
@@ -142,6 +146,9 @@ class _Output(torch.autograd.Function):
             if not _devices.computes_on_host(grad.device):
                 incoming.device_threads.add(threading.get_ident())
         return None, None, None, None
+
+
+torch_private.note_hooks_of_nodes(_Output)
 
 
 class _Level(torch.autograd.Function):
@@ -229,8 +236,7 @@ def _backward(ctx: Any, incoming: _Incoming) -> tuple[torch.Tensor | None, ...]:
         if higher:
             every = range(len(graphs.all_inputs))
             wanted = [*compress(every, repeat(True) if needed is None else needed)]
-            refused = None if needed is None else wanted
-            gradients = dict(zip(wanted, _differentiable_backward(graphs, incoming, wanted, refused), strict=True))
+            gradients = dict(zip(wanted, _differentiable_backward(graphs, incoming, wanted, wanted), strict=True))
             found = [gradients.get(number) for number in every]
         else:
             options: Any = {"keep": keep or others_follow, "in_device_thread": incoming.is_in_device_thread()}
@@ -306,7 +312,12 @@ def _gradients_of_lower(
             "checkpoints": not (is_sure and is_restricted),  # else a reentrant one is an error, as torch's
         }
         run = partial(graphs.backward, grads, None, None, **options)
-        gradients = run() if graphs.replay is None else graphs.replay.run(graphs, run)
+        try:
+            gradients = run() if graphs.replay is None else graphs.replay.run(graphs, run)
+        except RuntimeError as error:
+            if "donated buffers" in text_of(error) and not torch_private.backward_keeps_graph():
+                add_note(error, _WAY_RUNS_TWICE)
+            raise
     found = dict(zip(wanted, gradients, strict=True))
     for number, gradient in found.items():
         if gradient is None:

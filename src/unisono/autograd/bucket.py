@@ -16,6 +16,9 @@ A `Collector` is behind both nodes. Who runs the backward says where the gradien
 
     the boundary (boundary.py)       to the sum of the backward that runs (`BucketSums`). It stops at the marks.
     the module, inside forward       they are kept until forward ends; then they are passed on to the live tensors
+    the caller, where the replica's  to the other ranks, or to the LiveNode
+    graph is a part of its own
+    (one_graph.py)
     the caller, for a tensor that    to the LiveNode, which runs when all of them have come. So the caller's graph sees
     left forward in another way      one gradient for each live tensor, that of the boundary included
 """
@@ -39,6 +42,7 @@ from unisono.runtime import timeline, torch_private
 from unisono.runtime.buckets import Bucket, BucketPlan, added, is_plain
 from unisono.runtime.interrupts import uninterruptible
 from unisono.runtime.streams import Copies, current_streams_of, wait_for_makers
+from unisono.runtime.tracebacks import without_own_frames
 
 Gradients: TypeAlias = list[torch.Tensor | None]
 AllReduce: TypeAlias = Callable[[Gradients], Gradients]
@@ -116,6 +120,40 @@ class InsideForward:
         return self.contributions
 
 
+class RunningBackward:
+    """A backward of the caller's that has come to the outputs of a forward whose graph is the caller's (one_graph.py).
+
+    torch's engine keeps it, until the backward has ended, or has failed.
+
+    Attributes:
+        reduction: sums the gradients over the ranks, bucket by bucket; None: all are summed when they have come.
+        inside: what backwards inside this one have brought, as those of reentrant checkpoints; None: none has come.
+
+    Args:
+        collector, token: of the forward's parameters.
+        when_ended: called when the backward has ended.
+    """
+
+    def __init__(self, collector: "Collector", token: torch.Tensor, when_ended: Callable[[], None]) -> None:
+        self._collector, self._token, self._when_ended = collector, token, when_ended
+        self.reduction: Any = None
+        self.inside: list[Contribution] | None = None
+
+    def end(self) -> None:
+        """Sum what has come from inside; the backward has ended."""
+        contributions, self.inside = self.inside, None
+        if contributions is not None and self._collector.over_ranks is not None:
+            with torch.no_grad():
+                joined = self._collector.joined(contributions)
+                gradients = self._collector.over_ranks.sum(self._token.grad_fn, joined)
+            _add_to(self._collector.live, gradients)
+        self._when_ended()
+
+    def __del__(self) -> None:
+        if self.reduction is not None:  # other ranks wait for its sums
+            self.reduction.left()
+
+
 class Collector:
     """Collects the gradients of the live tensors behind one token.
 
@@ -129,6 +167,7 @@ class Collector:
         inside: has those of a backward inside forward while forward runs, else None.
         over_ranks: what sums gradients over ranks that no boundary has summed; None: there are no other ranks.
         latest: the number of the latest backward in which the LiveNode has run.
+        backwards: those that have come to the outputs of a forward in the caller's graph, by number.
         frozen: the parameters of replicas that forward has frozen: bucket, replica, place in the bucket. What came
             through them before that is dropped, as torch drops it at a leaf that needs no gradient any more.
     """
@@ -141,6 +180,7 @@ class Collector:
         self.over_ranks: OverRanks | None = None
         self.latest = -1
         self.frozen: set[tuple[int, int, int]] = set()
+        self.backwards: dict[int, weakref.ref[RunningBackward]] = {}
         # By the number of the caller's backward: those of boundaries, each with what sums it over the ranks if that is
         # still to be done; and those that have come beside them.
         self._of_boundaries: dict[int, list[tuple[Gradients, AllReduce | None]]] = {}
@@ -155,12 +195,29 @@ class Collector:
         if self in receivers:
             if has_gradients:
                 receivers[self](bucket, replica, gradients)
-        elif self.inside is None:
-            contributions = self._contributions.setdefault(torch_private.number_of_backward(), [])
+        elif self.inside is not None:
+            if has_gradients:
+                self.inside.add(Contribution.of(bucket, replica, gradients))
+        else:
+            number = torch_private.number_of_backward()
+            backward, is_inside = self._running(number) if self.backwards else (None, False)
+            if backward is not None and is_inside:
+                contributions = backward.inside = backward.inside or []
+            elif backward is not None and backward.reduction is not None and backward.reduction.takes_buckets:
+                if has_gradients:  # a single one is a view, perhaps; without its base it may have its memory to itself
+                    backward.reduction.add(bucket, [*gradients] if len(gradients) > 1 else [gradients[0].detach()])  # type: ignore[union-attr]
+                return
+            else:
+                contributions = self._contributions.setdefault(number, [])
             if has_gradients:  # if not, other ranks may have some
                 contributions.append(Contribution.of(bucket, replica, gradients))
-        elif has_gradients:
-            self.inside.add(Contribution.of(bucket, replica, gradients))
+
+    def _running(self, number: int) -> tuple[RunningBackward | None, bool]:
+        """Return the backward of the caller's to which one belongs, and whether it runs inside that."""
+        if number in self.backwards:
+            return self.backwards[number](), False
+        alive = {n: backward for n, ref in [*self.backwards.items()] if (backward := ref()) is not None}
+        return (alive[max(alive)], True) if alive else (None, False)
 
     def add_of_boundary(self, gradients: Gradients, all_reduce: AllReduce | None = None) -> None:
         """Add the gradient of each live tensor, from a boundary's backward, for the LiveNode.
@@ -176,7 +233,7 @@ class Collector:
 
     def drop(self) -> None:
         """Forget what backwards that have failed have left. One of another thread may still be on its way here."""
-        for left in (self._of_boundaries, self._contributions):
+        for left in (self._of_boundaries, self._contributions, self.backwards):
             for failed in [*left][:-_MOST_WAITING]:  # the oldest ones
                 left.pop(failed, None)
 
@@ -194,13 +251,23 @@ class Collector:
     def all_gradients(self, live_node: Any) -> Gradients | None:
         """Return the gradient of each live tensor, from the boundary and from losses that left forward otherwise.
 
-        None for each in a backward that only passes here because it cannot stop at the token. None if another LiveNode
-        of this backward returns them.
+        None for each in a backward that only passes here because it cannot stop at the token. None if they come later:
+        another LiveNode of this backward returns them, or the end of the one around it.
 
         Args:
             live_node: the node whose backward runs.
         """
-        number = self.latest = torch_private.number_of_backward()
+        number = torch_private.number_of_backward()
+        backward, is_inside = self._running(number) if self.backwards else (None, False)
+        if is_inside:
+            return None
+        self.latest = number
+        if backward is not None and backward.reduction is not None:  # no other forward is reached
+            reduction, backward.reduction = backward.reduction, None
+            beside = self._contributions.pop(number, [])
+            with timeline.during(timeline.REDUCE) if timeline.recording else _NOTHING:
+                found: Gradients = reduction.sum(self.joined(beside) if beside else [None] * len(self.live))
+                return found
         of_boundaries = self._of_boundaries.pop(number, [])
         every = [gradients for gradients, all_reduce in of_boundaries if all_reduce is None]
         unsummed = [(gradients, all_reduce) for gradients, all_reduce in of_boundaries if all_reduce is not None]
@@ -345,13 +412,25 @@ class OneOrder:
         sums = [(each.live, each.all_reduce(each.gradients)) for each in in_order]
         for other, gradients in sums:
             if other is not live:
-                given = [(tensor, grad) for tensor, grad in zip(other, gradients, strict=True) if grad is not None]
-                torch_private.run_backward([tensor for tensor, _ in given], [grad for _, grad in given], keep=False)
+                _add_to(other, gradients)
         return [gradients for other, gradients in sums if other is live]
+
+    def is_alone(self, token: torch.Tensor) -> bool:
+        """Return whether the running backward reaches the parameters of no other forward."""
+        others = [other for ref in self._tokens if (other := ref()) is not None and other is not token]
+        return not [
+            other for other in others if other.grad_fn is not None and torch_private.backward_runs(other.grad_fn)
+        ]
 
     def _live_nodes(self) -> list[Any]:
         tokens = [ref() for ref in self._tokens]
         return [token.grad_fn for token in tokens if token is not None and token.grad_fn is not None]
+
+
+def _add_to(live: Sequence[torch.Tensor], gradients: Gradients) -> None:
+    """Add gradients to those of live tensors, in a backward of its own."""
+    given = [(tensor, gradient) for tensor, gradient in zip(live, gradients, strict=True) if gradient is not None]
+    torch_private.run_backward([tensor for tensor, _ in given], [gradient for _, gradient in given], keep=False)
 
 
 def _will_run(live_node: Any, number: int) -> bool:
@@ -381,6 +460,7 @@ class LiveNode(torch.autograd.Function):
         return torch.zeros((), dtype=torch.float32, device="cpu")
 
     @staticmethod
+    @without_own_frames
     def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         collector: Collector = ctx.collector
         gradients = collector.all_gradients(ctx)

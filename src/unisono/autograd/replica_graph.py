@@ -59,9 +59,9 @@ _BACKWARD_INSIDE = (
 )
 
 _REENTRANT = (
-    "torch.autograd.grad or backward(inputs=...) reaches a reentrant activation checkpoint, which torch "
-    "cannot differentiate this way: use checkpoint(..., use_reentrant=False), or call backward() without "
-    "inputs."
+    "torch.autograd.grad, backward(inputs=...) or backward(create_graph=True) reaches a reentrant activation "
+    "checkpoint, which torch cannot differentiate this way: use checkpoint(..., use_reentrant=False), or call "
+    "backward() without inputs and create_graph."
 )
 
 _KEPT_GRAPHS = (
@@ -247,7 +247,8 @@ class Joined(NamedTuple):
         if torch_private.backward_is_restricted():
             return torch_private.backward_reaches(node)
         tensor = self.ref()
-        return bool(self.hooks) or (tensor is not None and tensor.retains_grad)
+        has_hooks = self.hooks or getattr(node, "has_hooks", False)
+        return bool(has_hooks) or (tensor is not None and tensor.retains_grad)
 
     def skip_hooks(self) -> None:
         """Let its hooks not be called without a gradient."""
@@ -823,7 +824,8 @@ def pass_on(reached: Sequence[tuple[torch.Tensor, torch.Tensor]], sync_context: 
     """
     if sync_context is not None:
         raise RuntimeError(_BACKWARD_INSIDE)
-    torch_private.run_backward([tensor for tensor, _ in reached], [grad for _, grad in reached], keep=False)
+    # Kept: the module may have asked for that (retain_graph=True), for the backward after forward.
+    torch_private.run_backward([tensor for tensor, _ in reached], [grad for _, grad in reached], keep=True)
 
 
 def _keep_for_reader(found: Iterable[Gradients]) -> None:

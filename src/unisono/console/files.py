@@ -1,5 +1,6 @@
 """Output folders and the files in them: checked before anything is written, and replaced whole."""
 
+import contextlib
 import os
 import shlex
 import subprocess
@@ -22,12 +23,21 @@ def expect_writable(folder: Path) -> None:
     existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(path))
     if not existing.is_dir():
         raise FolderError(f"--output {folder}: {existing} is not a folder; give another one (--output DIR)")
-    try:  # permissions do not tell: /proc seems to be writable
-        os.rmdir(tempfile.mkdtemp(prefix=".unisono-", dir=existing))
+    new = [path for path in (folder.absolute(), *folder.absolute().parents) if not os.path.lexists(path)]
+    made: list[str] = []
+    try:  # what is made tells: /proc seems to be writable, and a name may be too long for one of the folders
+        for path in reversed(new):
+            path.mkdir()
+            made.append(str(path))
+        made.append(tempfile.mkdtemp(prefix=".unisono-", dir=folder.absolute()))
     except OSError as error:
         raise FolderError(
             f"--output {folder}: cannot write to {existing} ({error.strerror}); give another folder (--output DIR)"
         ) from error
+    finally:
+        with contextlib.suppress(OSError):  # another program has put something there meanwhile
+            while made:
+                os.rmdir(made.pop())
 
 
 @contextmanager

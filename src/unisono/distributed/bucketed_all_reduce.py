@@ -32,6 +32,7 @@ from unisono.distributed.consistency import SLOT_BYTES
 from unisono.distributed.process_group import AllReduceWork, Communicator
 from unisono.runtime import torch_private
 from unisono.runtime.buckets import BUCKET_BYTES, Bucket, BucketPlan, Form, added, buckets_of
+from unisono.runtime.streams import current_stream, wait_for_makers
 
 CommHook: TypeAlias = Callable[[Any, Any], Any]
 
@@ -166,6 +167,7 @@ class BucketedAllReduce:
         self._waiting: dict[int, list[torch.Tensor | None] | torch.Tensor] = {}
         self._complete = {b for b, bucket in enumerate(plan.buckets) if not bucket.numbers}
         self._sent: list[_Sent] = []
+        self._streams: list[torch.Stream] = []  # on which gradients have been added
         self._late: dict[int, torch.Tensor] = {}  # gradients that are late, sparse, or without a place
         self.sparse: list[int] = []  # parameters with sparse gradients on some rank, known at the end
         # A hook returns the mean over the ranks, where the sum is wanted: so it gets gradients this much larger.
@@ -183,9 +185,19 @@ class BucketedAllReduce:
             gradients: one a parameter, or all in one flat tensor that nothing else refers to.
         """
         with self._lock:
+            stream = current_stream(self._tensors[0].device)
+            if stream is not None and stream not in self._streams:
+                self._streams.append(stream)
             self._take(b, gradients)
             del gradients
             self._send_complete()
+
+    def settle(self) -> None:
+        """Send the buckets that are complete now, once it is known how they are scaled."""
+        with self._lock, torch.no_grad():
+            if len(self._sent) < len(self._plan.buckets) and (self._sent or not self._plan.has_slots):
+                self._steps.scale()
+                self._send_complete()
 
     def send(self, rest: Sequence[torch.Tensor | None]) -> None:
         """Add the rest of the gradients; send everything."""
@@ -290,6 +302,8 @@ class BucketedAllReduce:
         of_kind: Any = {"dtype": bucket.dtype, "device": bucket.device}
         if gradients is None or not factor:
             return torch.zeros(num_entries + room, **of_kind)
+        if self._streams:  # what waits for its turn may be sent from another thread
+            wait_for_makers(self._streams, [gradients] if isinstance(gradients, torch.Tensor) else gradients)
         if isinstance(gradients, torch.Tensor):
             flat = torch.cat([gradients, gradients.new_empty(room)]) if room else gradients
         elif bucket.is_plain:
@@ -370,6 +384,7 @@ class BucketedAllReduce:
         """Return what this rank adds to the sum of a parameter's late gradients."""
         part, local = self._late.get(number), self._local_grads.get(number)
         if part is not None:
+            wait_for_makers(self._streams, [part])
             part = part * self._steps.scale()
         if local is None or (self._plan.places[number] >= 0 and not local.is_sparse):
             return part

@@ -19,7 +19,7 @@ from unisono.distributed.launchers import Launch, launch
 from unisono.runtime import devices as _devices
 from unisono.runtime.errors import log_once
 from unisono.runtime.forks import in_forked_child
-from unisono.runtime.interrupts import deliver
+from unisono.runtime.interrupts import critical, deliver
 
 FIRST_NAP_S = 0.00005  # of a wait, whose naps get longer
 _CONNECT_S = 1.0  # for how long one attempt to connect may take: Ctrl-C is seen after it
@@ -214,6 +214,7 @@ def _connected_store(process: Launch, limit_s: float, *, is_master: bool = False
     """
     why: list[OSError] = []
 
+    @critical  # Ctrl-C ends in the user's line, and not in Python's socket
     def is_there() -> bool:
         try:
             socket.create_connection((process.address, process.port), _CONNECT_S).close()

@@ -26,7 +26,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain
 from operator import methodcaller
 from typing import Any, NamedTuple, TypeAlias
@@ -77,6 +77,7 @@ _NONE_IS_IGNORED = (
     "has for itself outside of the module."
 )
 _OF_BUFFERS = "broadcasting one rank's buffers"
+_LEFT = "a backward has raised an exception after the ranks had begun to sum its gradients, and the program has gone on"
 _MOST_PLANS = 8  # models whose parts are frozen in turn have several
 
 
@@ -170,7 +171,7 @@ class GradientSync:
     def __reduce__(self) -> tuple[Any, ...]:
         return UnboundGradientSync, (self._device, self.loss, self.communicator.is_world)
 
-    @property
+    @cached_property
     def group(self) -> Any:
         """The process group of the gradients. Its first use is a collective."""
         return self.communicator.group_for(self.devices, "gradients")
@@ -404,7 +405,8 @@ class _RankSteps:
 class RankReduction(abc.ABC):
     """The reduction of the parameters' gradients in one backward.
 
-    `add` may be called from several threads. If an error ends the backward before `sum`, `failed` has to be called.
+    `add` may be called from several threads. If an error ends the backward before `sum`, `failed` has to be called, or
+    `left` where it is not known.
     """
 
     derivative = 1.0  # of the result with respect to this rank's gradients; known when it is finished
@@ -417,6 +419,12 @@ class RankReduction(abc.ABC):
         self._gradient_sync = sync_context.gradient_sync
         self._communicator = self._gradient_sync.communicator
         self._structure = self._gradient_sync.structure(tensors)
+        # A reduction inside a backward that has begun another one, as in a checkpoint around a wrapped model. When the
+        # other one's buckets are sent depends on time, unless they all are that are complete.
+        running = None if self._communicator.reduction is None else self._communicator.reduction()
+        if isinstance(running, AllReduce):
+            running.settle()
+        self._communicator.reduction = weakref.ref(self)
         in_bucket = sync_context.synchronised and self._structure.plan.has_slots
         self._steps = _RankSteps(sync_context, self._structure, in_bucket=in_bucket)
 
@@ -456,6 +464,10 @@ class RankReduction(abc.ABC):
         """Tell the other ranks that this one cannot go on."""
         self._communicator.abort(error)
 
+    def left(self) -> None:
+        """Take note that an exception has ended the backward, after `add` or before."""
+        self._communicator.leave(_LEFT)
+
     def _accumulated(self) -> list[int]:
         """Return the numbers of the tensors to whose `grad` this backward adds."""
         nodes = zip(self._tensors, self._node.next_functions, strict=True)
@@ -487,6 +499,10 @@ class AllReduce(RankReduction):
 
     def add(self, bucket: int, gradients: Sequence[torch.Tensor | None] | torch.Tensor) -> None:
         self._all_reduce.add(bucket, gradients)
+
+    def settle(self) -> None:
+        """Send what is complete, unless all is sent: then every rank has sent the same."""
+        self._all_reduce.settle()
 
     def send(self, rest: Sequence[torch.Tensor | None]) -> Wait:
         self._all_reduce.send(rest)

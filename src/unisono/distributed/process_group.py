@@ -53,7 +53,7 @@ _EXIT_S = 10.0  # how long a rank that has failed may take to say why, and to en
 _SLOW_EXIT_S = 60.0  # how long it may take to end if it says that it does
 _BLAME_S = 1.0  # a launcher blames the process that ends first: torchrun has times in whole seconds
 _WRAPPING_S = environment.RENDEZVOUS_S  # how long a rank waits for others to wrap a model, by default
-_PATIENCE_S = 30.0  # how long a rank that has raised an exception may take to go on
+_PATIENCE_S = 30.0  # how long a rank may take to come to a collective before that is said, or to go on after an error
 _MARGIN_S = 5.0
 _MOST_TEXT = 2000  # characters of a failure's reason
 _NUM_GATHERED = 16  # numbers in each all-gather
@@ -68,6 +68,10 @@ _SHARED_DEVICE = (
 _THE_SAME = (
     "Wrap the same models and take the same steps in every process; for loaders of different lengths use "
     "DataParallel.batches(loader)."
+)
+_WAITING = (
+    "rank {rank} has waited {waited_s:g} s for the others at {doing}; {found}. It goes on when they come, or fails "
+    "after {limit_s:g} s. Take the same steps in every process: map and evaluate, too, are called in all."
 )
 _NOT_IN_GROUP = -100  # torch.distributed.GroupMember.NON_GROUP_MEMBER
 
@@ -140,6 +144,7 @@ class Communicator:
         timeout_s: how long a rank waits for the others.
         is_world: whether these are all processes of the program.
         failure_store: what the ranks tell each other beside their collectives.
+        reduction: the latest `RankReduction`; None: there has been none.
 
     Args:
         process_group: the processes.
@@ -164,6 +169,8 @@ class Communicator:
         self._groups: dict[tuple[tuple[RankDevice, ...], str], Any] = {}
         self._host_groups: set[Any] = set()  # those of gloo
         self._broken: str | None = None
+        self.reduction: weakref.ref[Any] | None = None
+        self._left_at = ""  # a collective that this rank has left half-way, by an exception
         self._raised = ""  # what this rank has published of an exception, after which it has not gone on yet
         self._control: Any = None
         # torch keeps every group until it is destroyed. NCCL's are for the program's end, when all ranks end theirs.
@@ -400,6 +407,8 @@ class Communicator:
 
     def start(self, collective: Callable[[], Any]) -> Any:
         """Start an asynchronous collective of torch.distributed, unless this communicator is broken."""
+        if self._left_at:
+            self.abort(RuntimeError(self._left_at))
         self._raise_if_broken()
         if self._raised:
             self._take_back_exception()
@@ -448,7 +457,7 @@ class Communicator:
         self,
         is_done: Callable[[], bool],
         doing: str,
-        missing: Callable[[], str] = lambda: "",
+        missing: Callable[[], str] | None = None,
         check: Callable[[], None] | None = None,
         block: Callable[[float], None] | None = None,
         key: str = "",
@@ -457,7 +466,7 @@ class Communicator:
         """Wait; now and then check the store for failures.
 
         Args:
-            missing: says, for messages, which ranks are missing.
+            missing: says, for messages, which ranks are missing; None: those that do not wait for the same.
             check: a further check, for an `is_done` that asks the store too, which should not be asked too often.
             block: waits for at most so many seconds, less if it is done before; None: sleep instead.
             key: is in the store while this waits for long.
@@ -486,13 +495,14 @@ class Communicator:
                     self.failure_store.set(f"at/{self.rank}", f"{self._num_comparisons}\n{doing}")
                     if key:
                         self.failure_store.set(key, doing)
-                if not said and now - started > environment.SAID_AFTER_S:
-                    said = True
-                    if who := missing():
-                        times = {"waited_s": environment.SAID_AFTER_S, "limit_s": limit_s}
+                if not said and now - started > (said_after_s := environment.SAID_AFTER_S if missing else _PATIENCE_S):
+                    said, times = True, {"waited_s": said_after_s, "limit_s": limit_s}
+                    if missing is None:
+                        log_once(_WAITING.format(rank=self.rank, doing=doing, found=self._others_at(doing), **times))
+                    elif who := missing():
                         log_once(NOT_THERE.format(rank=self.rank, doing=doing, missing=who, **times))
                 if now - started > limit_s:
-                    self._raise_timeout(doing, missing(), limit_s)
+                    self._raise_timeout(doing, missing() if missing else "", limit_s)
             if block is not None:
                 block(self._check_every_s)
             else:
@@ -509,7 +519,8 @@ class Communicator:
         num_comparisons, _, doing = self.failure_store.get(f"at/{rank}").partition("\n")
         return int(num_comparisons or 0), doing
 
-    def _raise_timeout(self, doing: str, missing: str, waited_s: float) -> None:
+    def _others_at(self, doing: str, missing: str = "") -> str:
+        """Return where other ranks are while this one waits."""
         others = {rank: self._place_of(rank)[1] for rank in range(self.world_size) if rank != self.rank}
         found = [f"rank {rank} waits at {other}" for rank, other in others.items() if other and other != doing]
         not_waiting = [rank for rank, other in others.items() if not other]
@@ -517,10 +528,11 @@ class Communicator:
             found.insert(0, missing)
         elif not_waiting:
             found.append(f"{ranks_of(not_waiting)} {'is' if len(not_waiting) == 1 else 'are'} in no collective")
-        text = (
-            f"rank {self.rank} has waited {waited_s:g} s for the others at {doing}; "
-            f"{'; '.join(found) or 'all ranks wait at the same place'}. {_THE_SAME}"
-        )
+        return "; ".join(found) or "all ranks wait at the same place"
+
+    def _raise_timeout(self, doing: str, missing: str, waited_s: float) -> None:
+        found = self._others_at(doing, missing)
+        text = f"rank {self.rank} has waited {waited_s:g} s for the others at {doing}; {found}. {_THE_SAME}"
         self.report_failure(text)
         raise self._failure(text)
 
@@ -574,6 +586,15 @@ class Communicator:
         if self._broken is None:
             self._raised = f"{self.rank}\n{described(error)}"[:_MOST_TEXT]
             self.failure_store.set("raised", self._raised)
+
+    def leave(self, text: str) -> None:
+        """Take note that an exception, which is not known here, has ended a collective half-way.
+
+        The other ranks learn the exception if it ends the program. If the program goes on, the next collective of this
+        rank ends with this text on all.
+        """
+        self.publish_exception(RuntimeError(text))
+        self._left_at = text
 
     def report_end(self, reason: str = "") -> None:
         """Tell the other ranks that this program ends, with that reason, or with an exception after which it ended."""

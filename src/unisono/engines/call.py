@@ -35,6 +35,7 @@ class Call:
     # What this call counts for in sums of gradients over several processes (a `SyncContext` of
     # distributed/gradient_sync.py); None: there are no such sums.
     sync_context: Any = None
+    in_one_graph: bool = False  # whether the only replica's graph may be a part of the caller's (autograd/one_graph.py)
     # A `CrossProcess`, which exchanges batch norm's statistics with other processes; None: they stay in this one.
     cross_process: Any = None
     # Whether a replica on an accelerator waits for its forward's end, so that `forward_s` is all of it.

@@ -201,9 +201,14 @@ class Ranks:
             output = self._noting_writes(module, run, with_values=False)
         else:
             rules = call.rules
-            if len(self._devices) == 1:  # as with one device alone: outputs are not joined, and 0-dim ones stay 0-dim
+            is_alone = len(self._devices) == 1
+            if is_alone:  # as with one device alone: outputs are not joined, and 0-dim ones stay 0-dim
                 rules = OutputRules(rules.dim, None, rules.scalars)
-            call = replace(call, sync_context=sync_context, rules=rules, part_rules=call.rules)
+            # These have something to be done around backward, or run it again.
+            has_more = bool(call.rescue or call.parts > 1 or call.sync_batch_norm)
+            in_one_graph = is_alone and torch.is_grad_enabled() and not has_more
+            options: Any = {"sync_context": sync_context, "in_one_graph": in_one_graph}
+            call = replace(call, rules=rules, part_rules=call.rules, **options)
             output = threads.forward(module, call)
         if torch.is_grad_enabled():
             sync_context.has_run()

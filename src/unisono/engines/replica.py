@@ -36,6 +36,7 @@ from unisono.leftovers.attributes import (
     has_rows,
     ids_of_leaves,
     keep_hooks,
+    kept_of_only,
     path_of,
     registered,
     told_apart,
@@ -128,10 +129,15 @@ def call_replica(
     roots: Sequence[nn.Module],
     copies: Copies,
     timings: Sequence[ReplicaTiming],
+    num_nodes: list[int],
     index: int,
 ) -> Any:
-    """Call a replica with its inputs, in its thread, as a whole or in parts; note how long it took."""
-    started = time.perf_counter()
+    """Call a replica with its inputs, in its thread, as a whole or in parts; note how long it took.
+
+    Args:
+        num_nodes: takes how many nodes of graphs it has made, one number a replica.
+    """
+    started, first_node = time.perf_counter(), torch_private.sequence_number()
     copies.wait_copies(index)
     root, (args, kwargs) = roots[index], inputs.shards[index]
     parts = parts_of(row_limits, call, root, index) if call.parts > 1 or row_limits else None
@@ -139,6 +145,7 @@ def call_replica(
         output = called(root, call.method)(*args, **kwargs)
     else:
         output = run_in_parts(root, called(root, call.method), args, kwargs, parts, call.devices[index])
+    num_nodes[index] = torch_private.sequence_number() - first_node
     if call.is_timed:
         _devices.queued_work(call.devices[index])(True)
     timings[index].forward_s = time.perf_counter() - started
@@ -239,6 +246,7 @@ class Replicas:
         attributes: of the first replica's modules, as they were made.
         rows: how many rows the replicas, or their parts, have in this forward.
         run_whole: whether each replica runs once, with its part of one batch.
+        is_only: whether the module has one replica, in each forward.
         writes: what looks at hooks that keep what they see in backward; None: nothing does.
     """
 
@@ -281,7 +289,7 @@ class Replicas:
         self.attributes = DictSnapshot([module.__dict__ for module in each[0].modules])
         self._modules = [module for replica in each for module in replica.modules]
         self.rows: Sequence[int] = ()
-        self.run_whole = False
+        self.run_whole = self.is_only = False
         self._dicts = DictSnapshot(attribute_dicts_of(self._modules))
         if self.is_remote:
             self._take_assigned(0)
@@ -343,6 +351,14 @@ class Replicas:
         changes = self.attributes.changes()
         num_changes, changes = len(changes), [change for change in changes if change[:2] not in blueprint.lost]
         modules = [replica.modules for replica in self.each]
+        if self.is_only and self.run_whole:
+            own = self.live_of[0] | dict(zip(map(id, modules[0]), blueprint.modules, strict=True))
+            kept, lost = kept_of_only(changes, before, modules[0], own)
+            if not keep_hooks(self._dicts, self._modules, blueprint.modules):
+                self._leftovers.add(Kind.ASSIGNED, registered(self._dicts, self._modules, blueprint.names))
+                kept, lost = [], [*kept, *lost]  # one may be the flag that a layer is there
+            self._note_lost(lost)
+            return kept
         alike, lost, unread = told_apart(changes, before, modules, rows, returned, blueprint.assigned)
         if not self.run_whole or not keep_hooks(self._dicts, self._modules, blueprint.modules):
             names = blueprint.names * len(self.each)
@@ -354,14 +370,19 @@ class Replicas:
             lost += [
                 change for change in [*alike, *unread] if id(change[2]) not in returned and has_rows(change[2], rows)
             ]
-        blueprint.lost.update(change[:2] for change in [*lost, *unread])
-        self._leftovers.add(Kind.ASSIGNED, [path_of(blueprint.names[number], key) for number, key, _ in lost])
+        blueprint.lost.update(change[:2] for change in unread)
+        self._note_lost(lost)
         return []
+
+    def _note_lost(self, changes: Sequence[Change]) -> None:
+        self._blueprint.lost.update(change[:2] for change in changes)
+        paths = [path_of(self._blueprint.names[number], key) for number, key, _ in changes]
+        self._leftovers.add(Kind.ASSIGNED, paths)
 
     def commit_attributes(self, changes: Sequence[Change]) -> None:
         """Give the live module what all replicas have set alike; each replica keeps its own value."""
         for number, key, value in changes:
-            self._blueprint.assign(number, key, _on(value, self._source))
+            self._blueprint.assign(number, key, value if self.is_only else _on(value, self._source))
             for index, replica in enumerate(self.each):
                 self._put(index, number, key, replica.modules[number].__dict__.get(key, GONE))
         self._num_assigned = self._blueprint.num_assigned
@@ -649,8 +670,10 @@ def _is_plain_inside(parameter: torch.Tensor) -> bool:
 class GraphSearch:
     """Searches the graphs of replicas with `look_for_live_tensors`, once per structure if nothing is found there.
 
-    Whether they go on into those of earlier forwards depends on what forward finds where it keeps tensors, and whether
-    outputs lead to others may depend on a buffer: both are looked for each time, by torch.
+    A structure is that of the module and of the inputs, and what a global or a buffer may decide: how many nodes
+    forward has made, and whether a checkpoint has begun. Whether graphs go on into those of earlier forwards depends on
+    what forward finds where it keeps tensors, and whether outputs lead to others may depend on a buffer: both are
+    looked for each time, by torch.
     """
 
     def __init__(self) -> None:
@@ -668,22 +691,39 @@ class GraphSearch:
         numbers_of_linked: tuple[int, ...],
         may_differ: bool,
         in_parts: bool,
+        in_one_graph: bool,
+        num_nodes: tuple[int, ...],
+        has_hooks: bool,
+        has_reentrant_checkpoint: bool,
     ) -> CapturedTensors:
         """Return the leaves in the graphs behind `groups` that belong neither to the module nor to a replica.
 
         The next call `may_differ` where the inputs carry objects. In replicas `in_parts` outputs are joined of parts.
-        `numbers_of_linked` are those of `Inputs`.
+        `numbers_of_linked` are those of `Inputs`. `in_one_graph` with the caller's, graphs may go on into those of
+        earlier forwards, and outputs may lead to others: that is torch's matter.
+
+        Args:
+            num_nodes: that each replica has made.
+            has_hooks, has_reentrant_checkpoint: whether saved-tensor hooks, which a checkpoint has, or a reentrant
+                checkpoint have begun in forward, or in one that runs at the same time.
         """
         ends = [tensor for group in groups for tensor in group.tensors if tensor is not None]
         flags = (*map(_requires_grad, ends),)
-        changed = pool.blueprint.num_assigned  # what forward has left may lead the next one another way
-        structure = (len(groups), in_parts, numbers_of_linked, flags, changed, *structure_of(pool, call))
+        seen = num_nodes, has_hooks, has_reentrant_checkpoint, in_one_graph
+        structure = (len(groups), in_parts, numbers_of_linked, flags, seen, *structure_of(pool, call))
         found = None if may_differ else self._self_contained.get(structure)
-        if found is not None and are_ways(found.ways, groups) and not lead_to_others(ends, collectors):
+        if found is not None and (
+            in_one_graph or (are_ways(found.ways, groups) and not lead_to_others(ends, collectors))
+        ):
             return found
-        captured = look_for_live_tensors(pool.blueprint, groups, where, collectors)
-        captured = captured._replace(ways=ways_between(groups, in_parts=in_parts))
-        if not captured.tensors and not captured.earlier and not may_differ:
+        captured = look_for_live_tensors(pool.blueprint, groups, where, collectors, in_one_graph=in_one_graph)
+        has_reentrant_checkpoint |= captured.has_reentrant_checkpoint
+        captured = captured._replace(
+            has_reentrant_checkpoint=has_reentrant_checkpoint,
+            has_checkpoint=has_reentrant_checkpoint or has_hooks,
+            ways=Ways() if in_one_graph else ways_between(groups, in_parts=in_parts),
+        )
+        if in_one_graph or not (captured.tensors or captured.earlier or may_differ):
             if len(self._self_contained) >= _MOST_STRUCTURES:
                 self.clear()
             self._self_contained[structure] = captured
@@ -715,12 +755,18 @@ _CARRIES_NOTHING = INERT | {torch.Tensor}
 
 
 def look_for_live_tensors(
-    blueprint: Blueprint, groups: Sequence[Group], where: Sequence[str], collectors: Sequence[Collector]
+    blueprint: Blueprint,
+    groups: Sequence[Group],
+    where: Sequence[str],
+    collectors: Sequence[Collector],
+    *,
+    in_one_graph: bool,
 ) -> CapturedTensors:
     """Check that no replica's graph leads to a tensor of the live module; return those that it has captured.
 
     Args:
         collectors: those of the forward.
+        in_one_graph: as in `GraphSearch.captured_tensors`.
 
     Raises:
         RuntimeError: one does, and its gradient would be wrong. Names the tensor, and the cause.
@@ -729,7 +775,7 @@ def look_for_live_tensors(
         return CapturedTensors()
     captured: dict[int, torch.Tensor] = {}
     earlier: dict[Collector, torch.Tensor] = {}
-    has_reentrant_checkpoint = are_linked = has_batch_norm = has_checkpoint = False
+    has_reentrant_checkpoint = are_linked = has_batch_norm = False
     histories = {tensor.grad_fn: tensor for tensor in blueprint.histories.values()}
     of_replicas = zip(where, zip(*(group.tensors for group in groups), strict=True), strict=True)
     for index, (place, outputs) in enumerate(of_replicas):
@@ -757,15 +803,21 @@ def look_for_live_tensors(
                     earlier[reached.collector] = reached.token
             has_reentrant_checkpoint |= is_reentrant_checkpoint(reached)
             has_batch_norm |= torch_private.is_batch_norm_in_training(reached)
-            has_checkpoint = has_checkpoint or runs_forward_again(reached)
-            if reached in histories:
+            # In one graph, that of an earlier forward goes on; what leads to live parameters is not summed over ranks.
+            if reached in histories and (not in_one_graph or _leads_to_parameters(histories[reached], blueprint)):
                 raise RuntimeError(
                     f"{place} used {blueprint.name_of(histories[reached])}, a tensor that was computed "
                     "outside forward and requires grad. Pass it to the model as an input, compute it in "
                     "forward, or detach() it."
                 )
-    found = has_reentrant_checkpoint, [*earlier.items()], are_linked, has_batch_norm, has_checkpoint
+    found = has_reentrant_checkpoint, [*earlier.items()], are_linked, has_batch_norm
     return CapturedTensors([*captured.values()], *found)
+
+
+def _leads_to_parameters(tensor: torch.Tensor, blueprint: Blueprint) -> bool:
+    """Return whether a tensor was computed from live parameters, not by way of a forward's buckets."""
+    reached = leaves_and_nodes([tensor])
+    return any(id(each) in blueprint.parameters for each in reached if isinstance(each, torch.Tensor))
 
 
 def ways_between(groups: Sequence[Group], *, in_parts: bool) -> Ways:
@@ -839,14 +891,6 @@ def is_reentrant_checkpoint(node: Any) -> bool:
     if isinstance(inner, ReplicaGraphs):
         return inner.captured.has_reentrant_checkpoint
     return "CheckpointFunctionBackward" in node.name()
-
-
-def runs_forward_again(node: Any) -> bool:
-    """Return whether a node of a graph belongs to an activation checkpoint, which may be as above."""
-    inner = getattr(node, "graphs", None)
-    if isinstance(inner, ReplicaGraphs):
-        return inner.buffers is not None
-    return torch_private.saves_by_hooks(node) or is_reentrant_checkpoint(node)
 
 
 def leaves_and_nodes(outputs: Sequence[torch.Tensor]) -> Iterator[Any]:

@@ -36,8 +36,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from unisono.autograd.boundary import join
 from unisono.autograd.bucket import OverRanks, order_of_sums
+from unisono.autograd.one_graph import OneGraph
 from unisono.autograd.replica_graph import (
     BoundaryTensor,
+    CapturedTensors,
     LeafTensors,
     LinkedParameters,
     LinkedTensors,
@@ -70,7 +72,7 @@ from unisono.primitives.parallel_apply import values_or_raise
 from unisono.primitives.placements import Replicate, Single
 from unisono.primitives.replicate import check_device, unchanged_on_failure
 from unisono.runtime import devices as _devices
-from unisono.runtime import draws_off, timeline
+from unisono.runtime import draws_off, timeline, torch_private
 from unisono.runtime.contexts import contextmanager
 from unisono.runtime.errors import ReplicaTimeout, add_note, text_of
 from unisono.runtime.exchange import Exchange, exchanging
@@ -120,6 +122,12 @@ _OPEN_LEVEL = (
     "before it, has begun it (enter_dual_level) and not ended it. In forward, and around it, write "
     "`with torch.autograd.forward_ad.dual_level():`, without one inside another."
 )
+_GIVEN_WITH_HISTORY = (
+    "a backward inside forward reaches an input that was computed from other tensors, and each replica passes through "
+    "what has computed it: in forward, write backward(retain_graph=True). Where that input's gradient is not needed, "
+    "give the wrapper x.detach()."
+)
+_SECOND_TIME = "backward through the graph a second time"  # torch's words
 # What is added to torch's errors, by a part of their text.
 NOTES = {
     "Nested forward mode AD": _OPEN_LEVEL,
@@ -133,6 +141,7 @@ _GRAD_OF_NO_LEAF = ("ignore", re.compile("The .grad attribute of a Tensor that i
 _while_one_replica_runs = StandIns()
 for stand_ins in (while_replicas_run, _while_one_replica_runs):
     stand_ins.add(lambda: [(warnings, "filters", lambda filters: [_GRAD_OF_NO_LEAF, *filters])])
+    stand_ins.add(torch_private.checkpoints_noted)
 # Where it is set (Python 3.14 without the lock), `warnings.catch_warnings` has filters in a context variable instead of
 # `warnings.filters`. Without the private functions of Python for it the warning is seen in such a block.
 _CATCHING_HAS_FILTERS = bool(getattr(sys.flags, "context_aware_warnings", False)) and hasattr(warnings, "_set_context")
@@ -196,7 +205,9 @@ class Threads:
                     try:
                         output = step.forward()
                     except Exception as error:
-                        if isinstance(error, ReplicaTimeout):  # a replica may write even now
+                        if _SECOND_TIME in text_of(error) and not all([live.is_leaf for live, _ in step.reached]):
+                            add_note(error, _GIVEN_WITH_HISTORY)
+                        if issubclass(type(error), ReplicaTimeout):  # a replica may write even now
                             raise
                         if not step.has_put_back() or _devices.is_out_of_memory(error):
                             raise
@@ -279,6 +290,7 @@ class Forward:
     Attributes:
         timings: one a replica.
         linked: the parameters.
+        reached: the live tensors that have got gradients inside forward, each with its gradient.
     """
 
     def __init__(
@@ -294,6 +306,7 @@ class Forward:
         self._tracked = torch.is_grad_enabled()
         self._replay, self._is_again = again, again is not None
         self._buffers_in_backward: BuffersInBackward | None = None
+        self.reached: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.timings = [ReplicaTiming(device, size) for device, size in zip(call.devices, call.sizes, strict=True)]
         with collector_paused:
             if timeline.recording:
@@ -324,9 +337,15 @@ class Forward:
             self._replay = Replay(model.row_limits, call, pool.blueprint, self._buffers, run, frozen)
         self._step = timeline.current_step() if timeline.recording else None
         self._passes = self._passes_of(module)
+        self._carries_objects = self._tracked and carries_objects(call)
+        # A wrapper inside would run as a wrapper of its own where a checkpoint calls it in backward.
+        self._is_one_graph = call.in_one_graph and not pool.has_wrappers
+        if self._step is not None and not _devices.all_on_host(call.devices):  # where a backward is recorded by events
+            self._is_one_graph = False
         self._parameters: LookAtParameters | None = None
         self._writes: SharedWrites | None = None
         self._containers: ContainerSnapshot | None = None
+        self._seen: dict[str, Any] = {}  # what `GraphSearch` needs of the forward
 
     def forward(self) -> Any:
         """Return the joined output."""
@@ -347,7 +366,7 @@ class Forward:
                 raise
             finally:
                 refusal.remove()
-                reached = [*chain.from_iterable([group.collector.end_forward() for group in self._linked])]
+                self.reached += chain.from_iterable([group.collector.end_forward() for group in self._linked])
             for look in looks:
                 look.end(outputs)
             self._replicas.writes = (
@@ -356,6 +375,7 @@ class Forward:
             call = self._call
             runs_whole = call.parts == 1 and not call.rescue and not self._model.row_limits
             self._replicas.run_whole, self._replicas.rows = runs_whole, call.sizes if runs_whole else call.sizes_of_runs
+            self._replicas.is_only = call.in_one_graph
             is_as_before = not self._replicas.are_new and self._replicas.attributes.is_current()
             kept = [] if is_as_before else self._replicas.assigned(outputs)
             if self._model.written and not inside_replica():
@@ -371,12 +391,14 @@ class Forward:
             of_buffers = _groups_of(changes, len(call.devices)) if changes and self._tracked else []
             outputs_of_boundary = _boundary_outputs(call, matched.groups, of_buffers, self._pool.source)
             if self._tracked:
-                graphs = self._graphs([*matched.groups, *of_buffers], outputs_of_boundary)
-                if self._replay is not None and self._is_again:
+                captured = self._captured_tensors([*matched.groups, *of_buffers])
+                is_one_graph = self._is_one_graph and not (captured.has_checkpoint and changes)
+                graphs = None if is_one_graph else self._graphs(captured, outputs_of_boundary)
+                if graphs is not None and self._replay is not None and self._is_again:
                     return self._replay.take(graphs)
-                if reached:
-                    pass_on(reached, call.sync_context)
-                joined = join(graphs)
+                if self.reached:
+                    pass_on(self.reached, call.sync_context)
+                joined = self._in_one_graph(captured, outputs_of_boundary) if graphs is None else join(graphs)
             else:
                 joined = [each.join(each.tensors) for each in outputs_of_boundary]
             output = matched.put_together(joined, call.output_device)
@@ -385,7 +407,7 @@ class Forward:
         if kept:
             self._replicas.commit_attributes(kept)
         if self._buffers_in_backward is not None:
-            self._buffers_in_backward.forward_has_run(reassigns=bool(changes), in_parts=graphs.is_in_parts)
+            self._buffers_in_backward.forward_has_run(reassigns=bool(changes), in_parts=self._is_in_parts)
         if not self._tracked:
             self._replicas.give_back()
         if leftovers.has_more:
@@ -465,7 +487,8 @@ class Forward:
         blueprint, replicas = pool.blueprint, self._replicas.each
         own = [module for replica in replicas for module in replica.modules]
         search = Search(blueprint.modules, blueprint.names, inputs, blueprint.observers, own)
-        found = first_steps.looks(structure, search, inputs.values(), call.devices_of_runs)
+        of_call = inputs.values(), call.devices_of_runs
+        found = first_steps.looks(structure, search, *of_call, in_threads=len(call.devices) > 1)
         self._writes = next((look for look in found if isinstance(look, SharedWrites)), None)
         return [*looks, *found]
 
@@ -508,28 +531,61 @@ class Forward:
     def _run_replicas(self, contexts: ReplicaContext) -> list[Any]:
         call = self._call
         of_call = call, self._model.row_limits, self._inputs, self._replicas.roots, self._copies, self.timings
-        tasks = [partial(call_replica, *of_call, i) for i, _ in enumerate(call.devices)]
-        # No variable may hold the outcomes: an error's traceback refers to this frame.
-        return values_or_raise(run_together(tasks, call.devices, contexts, call.timeout_s, self._where), self._where)
+        num_nodes, begun = [0] * len(call.devices), torch_private.begun
+        hooks, reentrant = begun.hooks, begun.reentrant
+        tasks = [partial(call_replica, *of_call, num_nodes, i) for i, _ in enumerate(call.devices)]
+        try:
+            # No variable may hold the outcomes: an error's traceback refers to this frame.
+            return values_or_raise(
+                run_together(tasks, call.devices, contexts, call.timeout_s, self._where), self._where
+            )
+        finally:
+            has_hooks, has_reentrant = begun.hooks is not hooks, begun.reentrant is not reentrant
+            self._seen = {"num_nodes": (*num_nodes,), "has_hooks": has_hooks, "has_reentrant_checkpoint": has_reentrant}
 
-    def _graphs(self, groups: Sequence[Group], outputs: list[BoundaryTensor]) -> ReplicaGraphs:
-        """Return the replica graphs behind the replicas' outputs, with all that their backwards need."""
-        call, parameters = self._call, self._replicas.linked
-        keep, collectors = carries_objects(call), [group.collector for group in self._linked]
-        limits = self._model.row_limits
-        is_in_parts = call.parts > 1 or (
-            bool(limits) and any(limits.get(n, k) < k for n, k in zip(call.replica_numbers, call.sizes, strict=True))
-        )
-        options: Any = {"numbers_of_linked": self._inputs.numbers_of_linked, "in_parts": is_in_parts}
+    @property
+    def _is_in_parts(self) -> bool:
+        """Whether a replica runs its shard in parts."""
+        call, limits = self._call, self._model.row_limits
+        sizes = zip(call.replica_numbers, call.sizes, strict=True)
+        return call.parts > 1 or (bool(limits) and any(limits.get(number, size) < size for number, size in sizes))
+
+    def _captured_tensors(self, groups: Sequence[Group]) -> CapturedTensors:
+        """Return what the graphs behind the replicas' outputs lead to; refuse or warn of what is wrong there."""
+        call = self._call
         captured = self._model.search.captured_tensors(
-            self._pool, call, groups, self._where, collectors, may_differ=keep, **options
+            self._pool,
+            call,
+            groups,
+            self._where,
+            [group.collector for group in self._linked],
+            numbers_of_linked=self._inputs.numbers_of_linked,
+            may_differ=self._carries_objects,
+            in_parts=self._is_in_parts,
+            in_one_graph=self._is_one_graph,
+            **self._seen,
         )
-        for collector, _ in captured.earlier:
-            collector.is_earlier = True
         if captured.has_batch_norm and self._synchronises():
             raise RuntimeError(NOT_SYNCHRONISED.format(layer="A batch norm"))
         if captured.has_batch_norm and self._normalises_shards():
             self._model.first_steps.say_of_functional_batch_norm()
+        return captured
+
+    def _in_one_graph(self, captured: CapturedTensors, outputs: Sequence[BoundaryTensor]) -> list[torch.Tensor]:
+        """Return the outputs of a rank's only replica, whose graph is a part of the caller's."""
+        sync_context, replicas = self._call.sync_context, self._replicas
+        assert sync_context is not None
+        self._model.sum_over_ranks(replicas.linked, sync_context)
+        buffers = replicas.buffers_in_backward(self._pool.source) if captured.has_checkpoint else None
+        of_replica = self.timings[0], buffers, replicas.end_backward, self._step
+        graph = OneGraph(replicas.linked, sync_context, *of_replica)
+        return [graph.output(each.join(each.tensors)) for each in outputs]
+
+    def _graphs(self, captured: CapturedTensors, outputs: list[BoundaryTensor]) -> ReplicaGraphs:
+        """Return the replica graphs behind the replicas' outputs, with all that their backwards need."""
+        call, parameters = self._call, self._replicas.linked
+        for collector, _ in captured.earlier:
+            collector.is_earlier = True
         self._model.sum_over_ranks(parameters, call.sync_context)
         if captured.has_checkpoint:
             self._buffers_in_backward = self._replicas.buffers_in_backward(self._pool.source)
@@ -546,13 +602,13 @@ class Forward:
             outputs=outputs,
             captured=captured,
             passes=self._passes,
-            keep=keep or bool(captured.earlier),
+            keep=self._carries_objects or bool(captured.earlier),
             on_release=self._replicas.end_backward,
             on_backward=self._replicas.backward_has_run if self._replicas.writes is not None else None,
             sync_context=call.sync_context,
             replay=None if self._replay is None or self._is_again else self._replay.repeatable(),
             step=self._step,
-            is_in_parts=is_in_parts,
+            is_in_parts=self._is_in_parts,
             buffers=self._buffers_in_backward,
             levels=captured.ways.levels or [0] * len(outputs),
             on_way=dict.fromkeys(captured.ways.on_way) if captured.ways.on_way else {},

@@ -504,7 +504,7 @@ class _Work:
             return self._failure(lane, number, error)
 
     def _failure(self, lane: Lane, number: int, error: BaseException) -> Outcome[LaneOutput]:
-        if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
+        if issubclass(type(error), KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
             raise error
         torch_private.end_checkpoints(error)
         return Outcome(error=annotate([(f"batch {number}, by {lane.name}", error)]))
@@ -530,9 +530,9 @@ class _Work:
 
 def _as_raised(error: BaseException, hint: str | None) -> BaseException:
     """Return the error to raise for a batch's."""
-    if isinstance(error, TypeError) and hint is not None:
+    if issubclass(type(error), TypeError) and hint is not None:
         add_note(error, hint)
-    if isinstance(error, StopIteration):  # it would end the iteration
+    if issubclass(type(error), StopIteration):  # it would end the iteration
         replacement = RuntimeError("the module raised StopIteration")
         replacement.__cause__ = error
         return replacement

@@ -148,7 +148,7 @@ class _WithProgress(OutputIterator):
         try:
             output = next(self._outputs)
         except BaseException as error:
-            self._num_done += not isinstance(error, StopIteration)
+            self._num_done += not issubclass(type(error), StopIteration)
             self._hide()
             raise
         self._num_done += 1

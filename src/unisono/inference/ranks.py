@@ -130,7 +130,7 @@ class RankMap(OutputIterator):
             try:
                 self._run_round()
             except BaseException as error:
-                if not isinstance(error, Exception):  # Ctrl-C: the others must not wait for this process
+                if not issubclass(type(error), Exception):  # Ctrl-C: the others must not wait for this process
                     self._communicator.abort(error)
                 self._end()
                 raise

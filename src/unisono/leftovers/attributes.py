@@ -9,7 +9,9 @@ changed by it, and layers, parameters, and hooks and functions that refer to the
 together is kept or lost together: a flag may stand for a value. It is said, but for what no program misses: what
 forward returns as well, a cached property, a clock.
 
-What forward leaves on tensors (`weight.grad_sample`, `x.scale`) and in inputs is verify's to find.
+Of a module's only replica, that of a rank with one device, all is kept that does not refer to the replica inside.
+
+What forward leaves in `__slots__`, on tensors (`weight.grad_sample`, `x.scale`) and in inputs is verify's to find.
 """
 
 import functools
@@ -27,7 +29,7 @@ from unisono.primitives.blueprint import HOOKS, STAMPED
 from unisono.primitives.change_tracking import GONE, Change, DictSnapshot
 from unisono.primitives.object_state import is_equal
 from unisono.primitives.references import references
-from unisono.primitives.visitor import INERT, LARGE
+from unisono.primitives.visitor import INERT, LARGE, Place, Step, held, references_of, visit
 from unisono.runtime import devices as _devices
 from unisono.runtime import torch_private
 
@@ -81,6 +83,36 @@ def told_apart(
         elif not _is_clock(value):
             (unread if id(value) in returned else lost).append((number, key, value))
     return alike, lost, unread
+
+
+def kept_of_only(
+    changes: Sequence[Change], before: Sequence[Mapping[str, Any]], modules: Sequence[nn.Module], own: Mapping[int, Any]
+) -> tuple[list[Change], list[Change]]:
+    """Return the changes of a module's only replica, as the live module gets them, and those that are lost.
+
+    Args:
+        changes, before: as in `told_apart`.
+        modules: the replica's.
+        own: by id, the replica's modules and tensors, each with the live module's.
+    """
+    kept: list[Change] = []
+    lost: list[Change] = []
+    for number, key, value in changes:
+        module, old = modules[number], before[number].get(key, GONE)
+        if key in _OF_EVERY_MODULE or isinstance(module, torch.jit.ScriptModule) or _is_computed(module, key):
+            continue
+        if id(value) in own:
+            kept.append((number, key, own[id(value)]))
+        elif any(id(place.value) in own for place, _ in visit([Place(value, key)], _held_or_referred)):
+            if not is_equal(old, value):
+                lost.append((number, key, value))
+        else:
+            kept.append((number, key, value))
+    return kept, lost
+
+
+def _held_or_referred(value: Any) -> list[tuple[Step, Any]]:
+    return [*held(value), *references_of(value)]
 
 
 def _are_alike(values: Sequence[Any], before: Any, rows: Collection[int], *, with_tensors: bool) -> bool:

@@ -8,6 +8,7 @@ In backward an activation checkpoint runs a part of forward again, and reads wha
 """
 
 import itertools
+import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
@@ -88,6 +89,14 @@ _OF_OUTPUT = (
 )
 
 
+_OF_THREADS = (
+    "this backward goes through forwards that several threads have called, and the activation checkpoint of one would "
+    "read the buffer {name} of {module}, which that of another one changes. Which one device runs first depends on how "
+    "many operations each thread has recorded. Call backward for the forwards of each thread by itself. Or change the "
+    "buffer outside of the checkpoint."
+)
+
+
 class BuffersInBackward:
     """Lets activation checkpoints in the backward of one step's replicas read the buffers as on one device.
 
@@ -113,6 +122,8 @@ class BuffersInBackward:
         self._modules, self._live_modules, self._devices = modules[0], live_modules, devices
         self._registries = [buffer_registries(each).dicts for each in modules]
         self._live = buffer_registries(live_modules).dicts
+        self._live_ids = {*map(id, self._live)}
+        self._thread = threading.current_thread()  # the one that has called the forward
         self._reassigns = False
         self._backward = -1  # the number of the last one
         self._before: Any = None  # what it has begun with: `_state`
@@ -130,11 +141,16 @@ class BuffersInBackward:
                 raises RuntimeError if a buffer has changed.
         """
         self._reassigns, self._in_parts, self._forward = reassigns, in_parts, next(_forwards)
+        self._thread = threading.current_thread()
         if in_parts:
             self._buffers = self._now()
             self._versions = versions_of(self._buffers)
-        elif not _devices.all_on_host(self._devices):
+        else:
             _waiting[id(self)] = self
+
+    def renew(self) -> None:
+        """Give the replicas what the live module has now."""
+        self._renew(self._now())
 
     def end(self) -> None:
         """Note that no backward of the forward follows."""
@@ -150,9 +166,10 @@ class BuffersInBackward:
         """
         number = torch_private.number_of_backward()
         is_again = number == self._backward >= 0
-        if _first_passes and not self._in_parts and not is_again:
-            self._check_order(number)
-        is_noted = repeats or (_waiting and self._later_waits())
+        others = self._passes_before(number) if _first_passes and not self._in_parts and not is_again else []
+        for other in others:
+            other._check_unchanged(self)
+        is_noted = repeats or others or self._others_wait()
         state = self._state() if is_noted and not self._in_parts else None
         if state is not None and is_again:
             self._put_back(self._before)
@@ -181,6 +198,9 @@ class BuffersInBackward:
             _first_passes[id(self)] = self
             torch_private.call_at_end_of_backward(self._forget)  # until then it is kept, if its graph is freed, too
             self._cause = _OF_GRADIENTS if repeats else _OF_OUTPUT
+            for other in others:
+                if other._thread is not self._thread:
+                    self._check_unchanged(other)
             if repeats and not self._changed():  # it may have come to no checkpoint
                 self._backward = -1
 
@@ -205,21 +225,34 @@ class BuffersInBackward:
             data.copy_(value)  # no version counts it: graphs that have saved the buffer stay valid
             buffer.data = data
 
-    def _check_order(self, number: int) -> None:
-        """Raise RuntimeError if an earlier forward, which comes later on one device, has changed a buffer."""
-        live = {*map(id, self._live)}
-        every = [each for ref in _first_passes.valuerefs() if (each := ref()) is not None]
-        for other in [each for each in every if each._backward == number and each._forward < self._forward]:
-            if changed := [name for registry, name in other._changed() if id(registry) in live]:
-                options = {"module": type(self._live_modules[0]).__name__, "name": repr(changed[0])}
-                raise RuntimeError(_OUT_OF_ORDER.format(**options, cause=other._cause))
+    def _passes_before(self, number: int) -> "list[BuffersInBackward]":
+        """Return those to which backward `number` has come, and to which one device comes later, or may."""
+        every = [each for ref in _first_passes.valuerefs() if (each := ref()) is not None and each._backward == number]
+        return [each for each in every if each._forward < self._forward or self._is_in_another_thread(each)]
+
+    def _check_unchanged(self, other: "BuffersInBackward") -> None:
+        """Raise RuntimeError if this has changed a buffer of `other`, to which one device comes first, or may."""
+        if changed := [name for registry, name in self._changed() if id(registry) in other._live_ids]:
+            options = {"module": type(other._live_modules[0]).__name__, "name": repr(changed[0])}
+            of_threads = other._thread is not self._thread
+            raise RuntimeError((_OF_THREADS if of_threads else _OUT_OF_ORDER).format(**options, cause=self._cause))
+
+    def _is_in_another_thread(self, other: "BuffersInBackward") -> bool:
+        return other._thread is not self._thread and not self._live_ids.isdisjoint(other._live_ids)
 
     def _forget(self) -> None:
         self._backward, self._before = -1, None
 
-    def _later_waits(self) -> bool:
-        """Return whether a later forward waits for a backward. Accelerators may come to it after this one's."""
-        return any((each := ref()) is not None and each._forward > self._forward for ref in _waiting.valuerefs())
+    def _others_wait(self) -> bool:
+        """Return whether a backward waits to which this one may come later, where one device may come to it first.
+
+        It is that of a forward in another thread, or, on accelerators, of a later one.
+        """
+        every = [each for ref in _waiting.valuerefs() if (each := ref()) is not None]
+        may_be_later = not _devices.all_on_host(self._devices)
+        return any(
+            (may_be_later and each._forward > self._forward) or self._is_in_another_thread(each) for each in every
+        )
 
     def _changed(self) -> list[tuple[Any, str]]:
         """Return the live buffers that differ from those with which the last backward began: registry, name."""
@@ -268,6 +301,6 @@ def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
 _State: TypeAlias = tuple[list[dict[str, Any]], list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]]
 _values = dict.values
 _forwards = itertools.count(1)
-_waiting: "weakref.WeakValueDictionary[int, BuffersInBackward]" = weakref.WeakValueDictionary()  # on accelerators
+_waiting: "weakref.WeakValueDictionary[int, BuffersInBackward]" = weakref.WeakValueDictionary()
 # Those that later forwards, or a second run in the same backward, may follow.
 _first_passes: "weakref.WeakValueDictionary[int, BuffersInBackward]" = weakref.WeakValueDictionary()

@@ -4,6 +4,7 @@
     draws from a shared          Python's random numbers, numpy's, and those of generators that the model keeps are
     generator                    drawn in the order in which replicas happen to run
     writes into what is shared   a list of the file, a dict of the module, what hooks keep (shared.py)
+    values of one thread         in a `threading.local`, which other replicas' threads do not have (thread_locals.py)
 
 A structure is that of a model's modules and of its inputs: a steady step looks for nothing.
 `verify` reports them by itself.
@@ -21,6 +22,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from unisono.leftovers.generators import OWN, GeneratorStates, generators_among
 from unisono.leftovers.report import Kind, Leftovers
 from unisono.leftovers.shared import Search, SharedWrites
+from unisono.leftovers.thread_locals import ThreadLocals
 from unisono.runtime import torch_private
 from unisono.runtime.model_warnings import ModelWarnings
 
@@ -77,6 +79,7 @@ class FirstSteps:
         devices: Sequence[torch.device],
         *,
         beside_others: bool = False,
+        in_threads: bool = True,
     ) -> list[Look]:
         """Return what looks at one of the first steps of a structure, in several replicas.
 
@@ -86,11 +89,14 @@ class FirstSteps:
             inputs: the leaves of the inputs.
             devices: the replicas'.
             beside_others: whether the caller's code runs at the same time.
+            in_threads: whether replicas run in other threads than the caller's.
         """
         is_first = structure is None or self.is_first(structure)
         add, add_hooks = (partial(self.leftovers.add, kind) for kind in (Kind.SHARED, Kind.HOOKS))
         writes = SharedWrites(add, add_hooks, search, devices, is_first=is_first)
         looks: list[Look] = [_Draws(self.leftovers, search, inputs, only_these=beside_others), writes]
+        if in_threads:
+            looks.append(_ValuesOfOneThread(self.leftovers, ThreadLocals(search)))
         return looks if structure is None else [*looks, self.counted(structure)]
 
     def is_first(self, structure: Hashable) -> bool:
@@ -194,6 +200,20 @@ class _Draws:
     def end(self, _: Sequence[Any] = (), /) -> None:
         if moved := [each for each in self._states.moved() if each == OWN or not self._only_these]:
             self._leftovers.add(Kind.DRAWS, [moved[0][0].upper() + moved[0][1:], *moved[1:]])
+
+
+class _ValuesOfOneThread:
+    """Has the calling thread compare what it has in each `threading.local` with what other threads have."""
+
+    def __init__(self, leftovers: Leftovers, thread_locals: ThreadLocals) -> None:
+        self._leftovers, self._thread_locals = leftovers, thread_locals
+
+    def begin(self) -> None:
+        pass
+
+    def end(self, _: Sequence[Any] = (), /) -> None:
+        if self._thread_locals.places:
+            self._leftovers.of_caller, self._leftovers.has_more = self._thread_locals.only_here, True
 
 
 _BATCH_NORM = "batch norm"

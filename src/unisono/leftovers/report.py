@@ -3,7 +3,7 @@
 What all replicas leave alike is kept on the live module (attributes.py); the rest is said.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import StrEnum
 
 from torch import nn
@@ -34,6 +34,11 @@ _DRAWN = (
     "with equal seeds may differ. Use torch's functions without generator=, for which each replica has its own stream; "
     "or draw outside the model, and pass the result as an input."
 )
+_IN_ONE_THREAD = (
+    "forward of {model} may read {names}, which the calling thread has set in a threading.local: other replicas are in "
+    "other threads, with another value there, or none. Pass the value as an input, make it an attribute of the module, "
+    "or use a contextvars.ContextVar: replicas see the caller's."
+)
 
 
 class Kind(StrEnum):
@@ -43,6 +48,7 @@ class Kind(StrEnum):
     HOOKS = "hooks"  # the names of hooks that keep what they see
     SHARED = "shared"  # the names of what replicas share and write into
     DRAWS = "draws"  # the names of generators that replicas share and draw from
+    THREADS = "threads"  # the names of values that only the calling thread has
 
 
 class Leftovers:
@@ -51,6 +57,7 @@ class Leftovers:
     Attributes:
         found: by kind, the names of what was found.
         has_more: whether something was found that was not said.
+        of_caller: looks at what the calling thread has, and yields what is of kind `THREADS`; None: nothing to look at.
 
     Args:
         warnings: of the model.
@@ -59,6 +66,7 @@ class Leftovers:
     def __init__(self, warnings: ModelWarnings) -> None:
         self.found: dict[Kind, dict[str, None]] = {kind: {} for kind in Kind}
         self.has_more = False
+        self.of_caller: Callable[[], Iterable[str]] | None = None
         self._warnings = warnings
 
     @property
@@ -76,14 +84,22 @@ class Leftovers:
         """Warn of what was found, if that was not said before."""
         if not self.has_more or any(replica_path()):  # the latter: not in the caller's thread
             return
-        self.has_more = False
+        self.has_more, of_caller, self.of_caller = False, self.of_caller, None
+        if of_caller is not None:
+            self.found[Kind.THREADS].update(dict.fromkeys(of_caller()))
         for kind, names in self.found.items():
             if names and not self._warnings.has_given(kind):
                 text = _MESSAGES[kind].format(model=type(model).__name__, names=listed([*names]))
                 self._warnings.give(text, kind)
 
 
-_MESSAGES = {Kind.ASSIGNED: _LOST, Kind.HOOKS: _KEPT, Kind.SHARED: _SHARED, Kind.DRAWS: _DRAWN}
+_MESSAGES = {
+    Kind.ASSIGNED: _LOST,
+    Kind.HOOKS: _KEPT,
+    Kind.SHARED: _SHARED,
+    Kind.DRAWS: _DRAWN,
+    Kind.THREADS: _IN_ONE_THREAD,
+}
 
 
 def listed(names: Sequence[str]) -> str:

@@ -1,8 +1,9 @@
 """Finds what a live module has had changed since it was last looked at: what was rebound, written or replaced.
 
 What is derived from a module (its blueprint, replicas) is kept across steps as long as nothing of
-this is found. The check runs before every forward, so it must cost microseconds: what was there is compared with what
-is there object by object, in C, and only what differs is looked at in Python.
+this is found. The check runs before every forward, so it must cost microseconds: torch's guards, in C, know a dict that
+nothing was written into, and a tensor that is as before. What they do not know is compared with what was there, object
+by object, and only what differs is looked at in Python.
 
 Seen: attributes that are rebound, in any module; children, parameters, buffers and hooks that are added or removed; the
 contents of plain containers; the class of a module; a tensor's memory, form, `requires_grad` and attributes. Not seen:
@@ -18,6 +19,7 @@ import torch
 from torch import nn
 
 from unisono.primitives.visitor import INERT, LARGE, TRACKED, Place, Step, entries, is_a, num_entries, visit
+from unisono.runtime import torch_private
 
 _MOST = 10_000  # entries of containers that are compared before each forward
 _values = dict.values
@@ -61,16 +63,25 @@ class DictSnapshot:
         self._lengths = [*map(len, self._filled_copies)]
         self._keys = [*chain(*self.copies)]
         self._objects = [*chain(*map(_values, self.copies))]
+        self._have_versions = {*map(type, self._filled)} <= {dict}  # another order of an OrderedDict is no other one
+        self._versions: list[int] | None = None  # as long as nothing has been compared
 
     def is_current(self) -> bool:
         """Return whether the dicts hold the same objects under the same keys, in the same order."""
-        return (
-            not [*filter(None, self._empty)]
-            and [*map(len, self._filled)]
-            == self._lengths  # with equal lengths, no item can have moved to the next dict
+        if any(self._empty):
+            return False
+        # Before the comparison: another thread may write meanwhile.
+        versions = torch_private.versions_of(self._filled) if self._have_versions else None
+        if versions is not None and versions == self._versions:
+            return True
+        is_current = (
+            [*map(len, self._filled)] == self._lengths  # with equal lengths, no item can have moved to the next dict
             and [*chain(*self._filled)] == self._keys
             and all(map(is_, chain(*map(_values, self._filled)), self._objects))
         )
+        if is_current:
+            self._versions = versions
+        return is_current
 
     def put(self, number: int, key: Any, value: Any) -> None:
         """Take a value of one dict as if it had held it before; `GONE`: as if it had held none."""
@@ -134,11 +145,11 @@ class TensorSnapshot:
         self._tensors = [*tensors]
         self._attributes = DictSnapshot([*map(_own_attributes, self._tensors)])
         self._have_attributes = any(self._attributes.dicts)  # hardly any have
-        self._before = self._state()
+        self._before, self._are_alike = self._state(), torch_private.look_at_tensors(self._tensors)
 
     def is_current(self) -> bool:
         """Return whether all of it is as it was. Values that were written do not matter."""
-        if self._state() != self._before:
+        if not self._are_alike() and self._state() != self._before:
             return False
         return self._attributes.is_current() if self._have_attributes else not any(self._attributes.dicts)
 

@@ -12,6 +12,7 @@ What is said of each kind of output that no option describes:
                has as many times its rows (tokens), or its own number (rows that it chose)
 """
 
+import numbers
 from collections import deque
 from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
@@ -28,7 +29,6 @@ _LISTS = "lists in outputs"
 _NUMBERS = "numbers in outputs"
 
 _MOST_NAMED = 4
-_NUMBERS_OF_PYTHON = (bool, int, float, complex)
 _LIST = (
     "{path} is a {kind} with as many entries as each replica has rows (samples): the first entries of all "
     "replicas are joined, then the second ones, and so on, as in torch. If each entry belongs to a row, "
@@ -123,9 +123,14 @@ def _has_other_size(leaf: Leaf, sizes: Sequence[int]) -> bool:
 def _become_a_list(leaf: Leaf) -> bool:
     """Return whether the replicas' numbers become a list: by `scalars` bools and complex numbers do, too."""
     value = leaf.given[0]
-    if not isinstance(value, int | float | complex) or leaf.is_scalar or is_own_mean(leaf.scalars, leaf.given):
+    if not isinstance(value, numbers.Complex) or leaf.is_scalar or is_own_mean(leaf.scalars, leaf.given):
         return False
-    return leaf.scalars == "stack" or isinstance(value, bool | complex)
+    return leaf.scalars == "stack" or not is_weighed(value)
+
+
+def is_weighed(value: object) -> bool:
+    """Return whether `scalars` makes a mean or sum of a number: one of Python's, numpy's, or a fraction."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 def is_own_mean(rule: str, given: Sequence[Any]) -> bool:
@@ -140,7 +145,7 @@ def is_own_mean(rule: str, given: Sequence[Any]) -> bool:
     if isinstance(first, torch.Tensor):
         is_exact = not (first.is_floating_point() or first.is_complex())
         return is_exact and len({tensor.item() for tensor in given}) == 1
-    return isinstance(first, _NUMBERS_OF_PYTHON) and all(type(v) is type(first) and v == first for v in given)
+    return isinstance(first, numbers.Complex) and all(type(v) is type(first) and v == first for v in given)
 
 
 def _may_have_entries_of_rows(spec: pytree.Spec, sizes: Sequence[int]) -> bool:
@@ -158,7 +163,7 @@ def _form(entry: pytree.Spec) -> Any:
     value = entry.value
     if isinstance(value, torch.Tensor):
         return torch.Tensor, value.dim()
-    return float if isinstance(value, int | float) else type(value)
+    return float if isinstance(value, numbers.Real) else type(value)
 
 
 def _is_one(leaf: Leaf) -> bool:

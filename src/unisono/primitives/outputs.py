@@ -1,6 +1,7 @@
 """Outputs: the replicas' outputs, matched leaf by leaf and joined into one value."""
 
 import math
+import numbers
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import starmap
@@ -11,7 +12,7 @@ import torch
 from unisono.primitives import batch_types, pytree
 from unisono.primitives.batch_types import batch_type_of
 from unisono.primitives.dims import OutputRules, Padding, spread
-from unisono.primitives.output_rows import Leaf, is_own_mean, warn_of_other_rows
+from unisono.primitives.output_rows import Leaf, is_own_mean, is_weighed, warn_of_other_rows
 from unisono.primitives.placements import (
     PaddedShard,
     Placement,
@@ -114,7 +115,14 @@ class Outputs:
             raise
 
     def put_together(self, joined: Sequence[torch.Tensor], device: torch.device) -> Any:
-        """Return the gathered output on `device`, from one joined tensor a group."""
+        """Return the gathered output on `device`, from one joined tensor a group.
+
+        Where forward has called `retain_grad` of the replicas' tensors, the joined one retains its gradient, too.
+        """
+        for group, tensor in zip(self.groups, joined, strict=False):
+            for own in group.tensors if tensor.requires_grad else ():
+                if own is not None and own.retains_grad:
+                    tensor.retain_grad()
         if self._is_tensor:
             return joined[0]
         return pytree.unflatten(self._spec, [make(joined, device) for make in self._makers])
@@ -143,7 +151,7 @@ class Outputs:
             return self._batches(path, given, num_counting=1 if axis is None else len(given))
         if axis is not None and is_own_mean(rule, given):
             value = given[0]
-        elif axis is not None and rule != "stack" and all(_is_number(value) for value in given):
+        elif axis is not None and rule != "stack" and all(map(is_weighed, given)):
             weights = self._weights(path, rule, len(given))
             value = sum(v if w == 1 else v * w for v, w in zip(given, weights, strict=True) if w)
         else:
@@ -246,7 +254,7 @@ class Outputs:
             for step in (f"[{name!r}]", f".{name}", f"[{name}]"):
                 if path[:end] + step in self._paths:
                     given = self._given[self._paths.index(path[:end] + step)]
-                    if all(_is_number(v) or (isinstance(v, torch.Tensor) and v.numel() == 1) for v in given):
+                    if all(is_weighed(v) or (isinstance(v, torch.Tensor) and v.numel() == 1) for v in given):
                         return given
         raise ValueError(
             f'scalars="mean:{name}" for {path}: expected an output {name!r} beside it, a number or a 0-dim '
@@ -320,7 +328,7 @@ def _without_axes(shape: torch.Size, axes: set[int]) -> tuple[int, ...]:
     return tuple([size for dim, size in enumerate(shape) if dim not in axes])
 
 
-_VALUES = (bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device)
+_VALUES = (numbers.Complex, str, bytes, torch.Size, torch.dtype, torch.device)
 _TENSOR = frozenset({torch.Tensor})
 
 
@@ -361,10 +369,6 @@ def _brief(tensor: torch.Tensor) -> str:
     return f"{tensor.item():g}" if tensor.numel() == 1 else f"shape {tuple(tensor.shape)}"
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
 def _common_value(path: str, given: tuple[Any, ...], whole: bool) -> Any:
     """Return the gathered value of a leaf that is no tensor.
 
@@ -373,7 +377,7 @@ def _common_value(path: str, given: tuple[Any, ...], whole: bool) -> Any:
     first = given[0]
     if any(type(value) is not type(first) for value in given):
         raise pytree.disagreement(path, "types", [type(value).__name__ for value in given])
-    if isinstance(first, bool | int | float | complex) and not whole:
+    if isinstance(first, numbers.Complex) and not whole:
         return list(given)
     if all(value is first for value in given):
         return first
@@ -382,6 +386,8 @@ def _common_value(path: str, given: tuple[Any, ...], whole: bool) -> Any:
             raise pytree.disagreement(path, "values", [repr(value) for value in given])
         return first
     remedy = "tensors, numbers or strings, in tuples, lists, dicts or dataclasses"
+    if isinstance(first, numbers.Number):  # a Decimal, say
+        remedy = "float(value)"
     if hasattr(first, "__array__"):  # numpy's, say
         remedy = "the tensor itself, without .numpy() or by torch.as_tensor(array), and convert the gathered output"
     raise TypeError(

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from unisono.primitives.batch_types import batch_type_of
+from unisono.primitives.containers import container_like
 from unisono.runtime import torch_private
 from unisono.runtime.errors import add_note
 
@@ -248,7 +249,18 @@ def step(container: object, key: object) -> str:
 
 
 def _rebuild(value: Any, new: list[Any]) -> Any:
-    """Return a container like `value`, of the same type, with the children `new`."""
+    """Return a container like `value`, of the same type, with the children `new`: past a class that refuses it."""
+    try:
+        return _rebuilt_by_class(value, new)
+    except Exception:
+        if not isinstance(value, dict | list | tuple):
+            raise
+        replaced = {id(old): now for old, now in zip((children(value) or {}).values(), new, strict=True)}
+        items = zip(value, new, strict=True) if isinstance(value, dict) else new
+        return container_like(value, items, lambda held: replaced.get(id(held), held))
+
+
+def _rebuilt_by_class(value: Any, new: list[Any]) -> Any:
     if isinstance(value, tuple) and hasattr(value, "_make"):  # namedtuple
         return value._make(new)
     if isinstance(value, tuple):
@@ -261,23 +273,20 @@ def _rebuild(value: Any, new: list[Any]) -> Any:
         rebuilt[:] = new
         return rebuilt
     if isinstance(value, MutableMapping):  # dict, OrderedDict, defaultdict, UserDict
-        return fill_mapping(rebuilt, value, list(zip(value, new, strict=True)))
+        return _fill_mapping(rebuilt, value, new)
     for field, child in zip(dataclasses.fields(value), new, strict=True):
         object.__setattr__(rebuilt, field.name, child)  # also where the dataclass is frozen
     return rebuilt
 
 
-def fill_mapping(copied: Any, original: Any, items: Sequence[tuple[Any, Any]]) -> Any:
+def _fill_mapping(copied: Any, original: Any, new: list[Any]) -> Any:
     """Give `copied`, a copy of a mapping, new items, also where the mapping shows its items as attributes."""
     own = getattr(copied, "__dict__", None)
     if own is not None and vars(original) is original:  # the idiom self.__dict__ = self
         copied.__dict__ = copied
         own = None
-    for key, (_, item) in zip(original, items, strict=True):
+    for key, item in zip([*original], new, strict=True):
         if own is not None and isinstance(key, str) and key in own and own[key] is original[key]:
             own[key] = item
-    if any(key is not new_key for key, (new_key, _) in zip(original, items, strict=True)):
-        copied.clear()
-    for key, item in items:
         copied[key] = item
     return copied

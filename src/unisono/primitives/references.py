@@ -14,20 +14,19 @@ proxies (visitor.py). They do not search objects of other classes, nor more than
 the output's graph (engines/threads.py).
 """
 
-import copy
 import dis
 import functools
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import nn
 
-from unisono.primitives.pytree import fill_mapping
+from unisono.primitives.containers import container_like, kind_of
 from unisono.primitives.visitor import (
     INERT,
     LARGE,
@@ -195,32 +194,22 @@ def _rebuilt(value: Any, replacements: Mapping[int, Any], memo: dict[int, Any]) 
 
     if type(value) in PROXIES:
         return weakref.proxy(new(referent(value)))
-    if isinstance(value, dict):
-        memo[id(value)] = table = copy.copy(value)  # keeps the class and its other attributes
-        try:
-            return fill_mapping(table, value, [(new(key), new(item)) for key, item in value.items()])
-        except TypeError:  # a class that cannot be written into: left to the check of the graph
-            memo[id(value)] = value
-            return value
-    if isinstance(value, list | deque):
-        memo[id(value)] = items_in_order = copy.copy(value)
-        for index, item in enumerate(value):
-            items_in_order[index] = new(item)
-        return items_in_order
     if isinstance(value, types.FunctionType):
         return _rebuilt_function(value, new, memo)
     if isinstance(value, types.MethodType):
         return types.MethodType(value.__func__, new(value.__self__))
     if type(value) is weakref.ref:
         return weakref.ref(new(value()))
-    if isinstance(value, functools.partial):
-        keywords = {name: new(item) for name, item in value.keywords.items()}
-        rebuilt_partial = type(value)(new(value.func), *map(new, value.args), **keywords)
-        rebuilt_partial.__dict__.update({name: new(item) for name, item in value.__dict__.items()})
-        return rebuilt_partial
-    if isinstance(value, tuple) and hasattr(value, "_make"):
-        return value._make(map(new, value))
-    return type(value)(map(new, value))  # tuple, set, frozenset
+    if isinstance(value, types.MappingProxyType):
+        return types.MappingProxyType({new(key): new(item) for key, item in value.items()})
+    kind = kind_of(value)
+    items: Iterable[Any]
+    if issubclass(kind, dict):
+        items = ((new(key), new(item)) for key, item in kind.items(value))
+    else:
+        parts = (value.func, *value.args) if kind is functools.partial else kind.__iter__(value)
+        items = map(new, parts)
+    return container_like(value, items, new, functools.partial(memo.__setitem__, id(value)))
 
 
 def _rebuilt_function(

@@ -115,12 +115,21 @@ def entries(value: Any) -> list[tuple[Step, Any]]:
 def attributes_of(value: object) -> dict[str, Any]:
     """Return what an object has in its `__dict__`, and in the slots of its class; no code of the class is called."""
     found: dict[str, Any] = {}
-    of_dict: Any = next((vars(base)["__dict__"] for base in type(value).__mro__ if "__dict__" in vars(base)), None)
-    if type(of_dict) in _DESCRIPTORS:  # a property of that name is another object's, as a proxy's
+    of_dict = dict_of(type(value))
+    if of_dict is not None:
         found.update(of_dict.__get__(value))
     for name, _, held in filled_slots(value):
         found.setdefault(name, held)
     return found
+
+
+def dict_of(cls: type) -> Any:
+    """Return the descriptor of the `__dict__` of a class's objects; None if they have none.
+
+    A property of that name is another object's, as a proxy's.
+    """
+    found: Any = next((vars(base)["__dict__"] for base in cls.__mro__ if "__dict__" in vars(base)), None)
+    return found if type(found) in _DESCRIPTORS else None
 
 
 def filled_slots(value: object) -> Iterator[tuple[str, types.MemberDescriptorType, Any]]:

@@ -54,7 +54,7 @@ class _Context(ContextDecorator, AbstractContextManager[T], Generic[T]):
             return stop is not error
         except BaseException as raised:
             # Python makes a RuntimeError of a StopIteration that leaves a generator.
-            if raised is not error and not (isinstance(error, StopIteration) and raised.__cause__ is error):
+            if raised is not error and not (issubclass(type(error), StopIteration) and raised.__cause__ is error):
                 raise
             BaseException.with_traceback(error, trace)
             return False

@@ -605,8 +605,8 @@ _NO_MEMORY = re.compile(
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether torch found too little memory on a device or on the host; Python's MemoryError does not count."""
-    return isinstance(error, torch.OutOfMemoryError) or (
-        isinstance(error, RuntimeError) and bool(_NO_MEMORY.search(text_of(error)))
+    return issubclass(type(error), torch.OutOfMemoryError) or (
+        issubclass(type(error), RuntimeError) and bool(_NO_MEMORY.search(text_of(error)))
     )
 
 

@@ -3,9 +3,11 @@
 unisono raises the types that torch raises in the same place (`ValueError`, `TypeError`, `RuntimeError`), so that
 programs written for `torch.nn.DataParallel` catch what they caught before. An exception from a user's module stays
 the object it was; a note (PEP 678) says which replica raised it.
+
+An exception's class is the user's, and any method of it may raise, `__getattribute__` and `add_note` too. So exceptions
+are asked past their methods: by `issubclass(type(error), ...)`, and by the descriptors of `BaseException`.
 """
 
-import contextlib
 import linecache
 import logging
 import sys
@@ -13,7 +15,8 @@ import threading
 import traceback
 import types
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -181,28 +184,24 @@ def _first_time(message: str) -> bool:
 
 def notes_of(error: BaseException) -> tuple[str, ...]:
     """Return the notes of an exception; none where its class has something else in their place."""
-    try:
-        notes = error.__notes__
-    except Exception:  # noqa: BLE001 - no notes; or a class of the user's, which may do anything
-        return ()
+    notes = _attributes_of(error).get("__notes__")
     return tuple([note for note in notes if isinstance(note, str)]) if isinstance(notes, list | tuple) else ()
 
 
 def add_note(error: BaseException, note: str) -> None:
-    """Add a note to an exception, once; one that takes no notes stays as it is.
-
-    An exception's class may be frozen, may have an `add_note` that raises, or something else in `__notes__`.
-    """
-    if note not in notes_of(error):  # a module may raise one object several times
-        with contextlib.suppress(Exception):
-            error.add_note(note)
+    """Add a note to an exception, once; one that has something else in `__notes__` stays as it is."""
+    if note in notes_of(error) or any("__notes__" in vars(base) for base in type(error).__mro__):
+        return  # a module may raise one object several times
+    notes = _attributes_of(error).setdefault("__notes__", [])
+    if isinstance(notes, list):
+        notes.append(note)
 
 
 def text_of(error: BaseException) -> str:
     """Return what an exception says; where its class fails to, what Python's tracebacks have there."""
     try:
         return str(error)
-    except Exception:  # noqa: BLE001 - a class of the user's, which may do anything
+    except BaseException:  # noqa: BLE001 - as Python's tracebacks do
         return "<exception str() failed>"
 
 
@@ -223,7 +222,7 @@ def note_failure_after(error: BaseException | None, other: BaseException, doing:
     """
     if error is None:
         raise other
-    add_note(error, f"{doing} failed, too: {type(other).__name__}: {other}")
+    add_note(error, f"{doing} failed, too: {described(other)}")
 
 
 def annotate(errors: list[tuple[str, BaseException]]) -> BaseException:
@@ -242,7 +241,16 @@ def annotate(errors: list[tuple[str, BaseException]]) -> BaseException:
 
 def note_thread_local(error: BaseException) -> BaseException:
     """Return an error, with a note if it asks a threading.local for what only the calling thread has there."""
-    holder = getattr(error, "obj", None)
-    if isinstance(error, AttributeError) and isinstance(holder, threading.local) and error.name in vars(holder):
-        add_note(error, _THREAD_LOCAL.format(name=error.name))
+    if issubclass(type(error), AttributeError):
+        holder, name = _holder_of(error), _name_of(error)
+        is_local = issubclass(type(holder), threading.local)
+        if is_local and name in threading.local.__getattribute__(holder, "__dict__"):
+            add_note(error, _THREAD_LOCAL.format(name=name))
     return error
+
+
+_attributes_of: Any = vars(BaseException)["__dict__"].__get__
+cause_of: Callable[[BaseException], BaseException | None] = vars(BaseException)["__cause__"].__get__
+context_of: Callable[[BaseException], BaseException | None] = vars(BaseException)["__context__"].__get__
+traceback_of: Callable[[BaseException], types.TracebackType | None] = vars(BaseException)["__traceback__"].__get__
+_holder_of, _name_of = (vars(AttributeError)[name].__get__ for name in ("obj", "name"))

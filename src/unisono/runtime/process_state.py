@@ -86,7 +86,7 @@ def change(name: str, make: Callable[[], T]) -> T | None:
     if exchange.is_last(index):
         return make()
     error = sys.exc_info()[1]
-    if error is not None and (not isinstance(error, Exception) or isinstance(error, ReplicaTimeout)):
+    if error is not None and (not issubclass(type(error), Exception) or issubclass(type(error), ReplicaTimeout)):
         exchange.withdraw(index, failed=True)  # the step is lost: what has been set is put back at once
         return make()
     exchange.threads[index] = threading.get_ident()

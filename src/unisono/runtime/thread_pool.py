@@ -452,8 +452,8 @@ def _raise_if_urgent(outcome: Outcome[T]) -> None:
     error = outcome.error
     try:
         if error is not None and (
-            isinstance(error, ReplicaTimeout)
-            or not isinstance(error, Exception)
+            issubclass(type(error), ReplicaTimeout)
+            or not issubclass(type(error), Exception)
             or torch_private.stops_recomputation(error)
         ):
             raise error

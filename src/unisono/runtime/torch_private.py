@@ -28,6 +28,7 @@ import torch.nn.utils.parametrize
 from torch.utils import _python_dispatch
 
 from unisono.runtime.contexts import contextmanager
+from unisono.runtime.errors import cause_of, context_of, traceback_of
 from unisono.runtime.interrupts import interruptible
 
 # ---- tracing -------------------------------------------------------------------------------------
@@ -293,32 +294,12 @@ def is_batch_norm_in_training(node: Any) -> bool:
     return not inputs or bool(inputs[0].shape[0] > 1)
 
 
-def saves_by_hooks(node: Any) -> bool:
-    """Return whether hooks (those of an activation checkpoint that is not reentrant) have taken what a node has saved.
-
-    Fallback, where torch does not tell: True, for every node that saves something.
-    """
-    node_class: Any = type(node)
-    try:
-        names = ["_raw_saved_tensors"] if hasattr(node, "_forward_cls") else _names_of_saved(node_class)
-        saved = [getattr(node, name, None) for name in names]
-    except RuntimeError:  # a backward inside forward has freed them
-        return False
-    every = [each for one in saved for each in (one if isinstance(one, list | tuple) else [one])]
-    return any(each is not None and getattr(each, "unpack_hook", True) is not None for each in every)
-
-
-@functools.cache
-def _names_of_saved(node_class: Any) -> list[str]:
-    return [name for name in dir(node_class) if name.startswith("_raw_saved_")]
-
-
 def sequence_number() -> int:
-    """Return the sequence number of a new node: torch counts the nodes that each thread makes. Fallback: 0."""
-    with contextlib.nullcontext() if torch.is_grad_enabled() else torch.enable_grad():
-        node: Any = _counted.neg().grad_fn
-    number = getattr(node, "_sequence_nr", None)
-    return 0 if number is None else int(number())
+    """Return the sequence number of the next node: torch counts the nodes that each thread makes. Fallback: 0."""
+    try:
+        return torch.autograd._get_sequence_nr()
+    except AttributeError:
+        return 0
 
 
 def number_nodes_from(number: int) -> None:
@@ -509,6 +490,41 @@ def _kept_by_checkpoint() -> Mapping[str, Any]:
     return {}
 
 
+class _Begun:
+    """What has begun last, in any thread, that may run a part of forward again in backward: a new object each time.
+
+    Attributes:
+        hooks: saved-tensor hooks, those of an activation checkpoint that is not reentrant above all.
+        reentrant: a reentrant activation checkpoint.
+    """
+
+    hooks: object = None
+    reentrant: object = None
+
+
+begun = _Begun()
+
+
+def checkpoints_noted() -> list[tuple[Any, str, Callable[[Any], Any]]]:
+    """Return the stand-ins (stand_ins.py) that note in `begun` what begins.
+
+    Fallback: none for reentrant checkpoints; then these are seen where a graph is searched.
+    """
+    places: list[tuple[Any, str, str]] = [(torch.autograd.graph.saved_tensors_hooks, "__enter__", "hooks")]
+    if hasattr(torch.utils.checkpoint, "check_backward_validity"):  # which such a checkpoint calls first
+        places.append((torch.utils.checkpoint, "check_backward_validity", "reentrant"))
+    return [(owner, name, functools.partial(_noting, kind)) for owner, name, kind in places]
+
+
+def _noting(kind: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        setattr(begun, kind, object())
+        return function(*args, **kwargs)
+
+    return noted
+
+
 def end_checkpoints(error: BaseException) -> None:
     """End the activation checkpoints through which `error` has passed in this thread.
 
@@ -518,11 +534,11 @@ def end_checkpoints(error: BaseException) -> None:
     """
     errors, known = [error], {id(error)}  # a class of the user's may not compare
     for each in errors:  # the list grows
-        new = [other for other in (each.__cause__, each.__context__) if other is not None and id(other) not in known]
+        new = [other for other in (cause_of(each), context_of(each)) if other is not None and id(other) not in known]
         errors += new
         known.update(map(id, new))
     for each in reversed(errors):
-        for frame in reversed([frame for frame, _ in traceback.walk_tb(each.__traceback__)]):
+        for frame in reversed([frame for frame, _ in traceback.walk_tb(traceback_of(each))]):
             if frame.f_globals.get("__name__") == "torch.utils.checkpoint":
                 for local in frame.f_locals.values():
                     if isinstance(local, types.GeneratorType):  # it goes on to the end of the checkpoint
@@ -581,6 +597,25 @@ def call_with_gradient_only(hooks: dict[int, Any]) -> None:
             hooks[key] = _IfGiven(hook)
 
 
+def note_hooks_of_nodes(function: type[torch.autograd.Function]) -> None:
+    """Let the nodes of a function, which have one output, say in `has_hooks` whether a program has put hooks on them.
+
+    The hooks are called only with a gradient. Fallback: nothing; then no node says so.
+    """
+    node_class: Any = getattr(function, "_backward_cls", None)
+    for name in ("register_hook", "register_prehook") if node_class is not None else ():
+        setattr(node_class, name, _noted_hook(getattr(node_class, name)))
+
+
+def _noted_hook(register: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(register)
+    def noted(node: Any, hook: Callable[..., Any]) -> Any:
+        node.has_hooks = True
+        return register(node, lambda *gradients: None if gradients[-1][0] is None else hook(*gradients))
+
+    return noted
+
+
 def hooks_of(tensor: torch.Tensor) -> dict[int, Any]:
     """Return the dict of a tensor's hooks, of `register_hook`, which stays when the tensor is gone.
 
@@ -602,7 +637,7 @@ def stops_recomputation(error: BaseException) -> bool:
     A tensor that is saved after it is one too many: CheckpointError. Fallback: False; then that is raised.
     """
     kind = getattr(torch.utils.checkpoint, "_StopRecomputationError", ())
-    return isinstance(error, kind)
+    return issubclass(type(error), kind)
 
 
 def saved_tensor_hooks_disabled() -> str | None:
@@ -653,7 +688,7 @@ def _put_modes_back(error: BaseException) -> None:
     """Close the generators of torch's that an error holds, and that would put modes back when it is freed."""
     each: BaseException | None = error
     while each is not None:  # where modes are nested, the interrupt of an inner one is the context of this
-        for frame, _ in traceback.walk_tb(each.__traceback__):
+        for frame, _ in traceback.walk_tb(traceback_of(each)):
             generator = getattr(frame.f_locals.get("self"), "gen", None)
             if isinstance(generator, types.GeneratorType) and generator.gi_code.co_name == "_pop_mode_temporarily":
                 generator.close()
@@ -877,6 +912,42 @@ def compiler_errors() -> tuple[type[Exception], ...]:
         return (sys.modules["torch._dynamo"].exc.TorchDynamoException,)
     except (KeyError, AttributeError):
         return ()
+
+
+# ---- what was written, as torch.compile's guards see it ------------------------------------------
+
+_guards: Any = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
+_HAS_LOCK: bool = getattr(sys, "_is_gil_enabled", lambda: True)()
+
+
+def versions_of(dicts: Sequence[dict[Any, Any]]) -> list[int] | None:
+    """Return a number for each dict, another one after any write into it.
+
+    Fallback: None, which says nothing; also where Python has no lock, and a write may come between.
+    """
+    try:
+        return [*map(_guards.dict_version, dicts)] if _HAS_LOCK else None
+    except AttributeError:
+        return None
+
+
+def look_at_tensors(tensors: Sequence[torch.Tensor]) -> Callable[[], bool]:
+    """Return a function that returns whether tensors have the class, form, flags and memory that they have now.
+
+    It may return False where they have them, as it does where gradients are off now or then: guards do not see
+    `requires_grad` there. Fallback: it always does.
+    """
+    kept = [*tensors]
+    try:
+        sizes, strides = [[*tensor.size()] for tensor in kept], [[*tensor.stride()] for tensor in kept]
+        guards = _guards.TensorGuards(*kept, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+        check, address = guards.check, torch.Tensor.data_ptr
+    except (AttributeError, TypeError, RuntimeError):
+        return lambda: False
+    if not kept or not torch.is_grad_enabled():
+        return lambda: False
+    before = [*map(address, kept)]
+    return lambda: torch.is_grad_enabled() and check(*kept) and [*map(address, kept)] == before
 
 
 # ---- modules and containers ----------------------------------------------------------------------

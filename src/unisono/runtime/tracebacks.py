@@ -15,7 +15,7 @@ from functools import wraps
 from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
 
-from unisono.runtime.errors import notes_of
+from unisono.runtime.errors import cause_of, context_of, notes_of, traceback_of
 from unisono.runtime.thread_pool import inside_replica
 
 P = ParamSpec("P")
@@ -48,9 +48,9 @@ def leave_out_own_frames(error: BaseException) -> None:
         each: BaseException | None = error
         while each is not None and id(each) not in seen:
             seen.add(id(each))
-            raises = not isinstance(each, KeyboardInterrupt)  # which comes from outside
-            BaseException.with_traceback(each, _without_own_frames(each.__traceback__, raises=raises))
-            each = each.__context__ if each.__cause__ is None else each.__cause__
+            raises = not issubclass(type(each), KeyboardInterrupt)  # which comes from outside
+            BaseException.with_traceback(each, _without_own_frames(traceback_of(each), raises=raises))
+            each = context_of(each) if cause_of(each) is None else cause_of(each)
     notes = notes_of(error)
     if notes and not _notes_are_shown() and not inside_replica():
         print(*notes, sep="\n", file=sys.stderr)
@@ -72,7 +72,7 @@ def without_own_frames(function: Callable[P, T]) -> Callable[P, T]:
 
 def is_raised_by_unisono(error: BaseException) -> bool:
     """Return whether an exception comes from a `raise` of unisono's, and not from the user's code or torch."""
-    entry = error.__traceback__
+    entry = traceback_of(error)
     while entry is not None and entry.tb_next is not None:
         entry = entry.tb_next
     return entry is not None and _is_own(entry) and entry.tb_frame.f_code.co_code[entry.tb_lasti] == _RAISE

@@ -6,6 +6,7 @@ the step gives the same when it is repeated. An output that is joined on the wro
 else differs.
 """
 
+import numbers
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -328,9 +329,10 @@ class Comparison:
             if type(one) is type(many) and isinstance(one, _SEQUENCES) and len(one) == sum(self.many.rows) > len(many):
                 text = _LIST_OF_ROWS.format(output=output, one=len(one), many=len(many))
                 yield self._finding("", Cause.LIST_OF_ROWS, text)
-            elif isinstance(one, int | float) and isinstance(many, list):
-                as_tensor = torch.tensor(one, dtype=torch.float64, device="cpu")
-                scalars = self._scalars_for(torch.tensor(many, dtype=torch.float64, device="cpu"), as_tensor)
+            elif isinstance(one, numbers.Real) and isinstance(many, list):
+                as_tensor = torch.tensor(float(one), dtype=torch.float64, device="cpu")
+                of_many = torch.tensor([*map(float, many)], dtype=torch.float64, device="cpu")
+                scalars = self._scalars_for(of_many, as_tensor)
                 yield self._numbers("", scalars, f", {output}," if path else "")
             else:
                 yield self._finding("", Cause.VALUE_OF_A_SHARD, _VALUE.format(output=output, values=differ[path]))

@@ -40,6 +40,7 @@ with TF32, float32 counts as float16.
 import contextlib
 import dataclasses
 import math
+import numbers
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -193,6 +194,7 @@ def row_of_value(mode: str, path: str, one: Any, many: Any, tolerance: Tolerance
     Numbers of the replicas count as 0-dim outputs do: see `joined_numbers`.
     """
     said = f"{_shown(one)} on one device, {_shown(many)} on several"
+    one, many = _of_python(one), [*map(_of_python, many)] if isinstance(many, list) else _of_python(many)
     if isinstance(one, int | float | complex) and _are_numbers(many, type(one)):
         with contextlib.suppress(
             RuntimeError, OverflowError, ValueError
@@ -206,6 +208,13 @@ def row_of_value(mode: str, path: str, one: Any, many: Any, tolerance: Tolerance
         many = many[0] if isinstance(many, list) and all(each == many[0] for each in many) else many
     is_same = type(one) is type(many) and pytree.children(one) is None and holds_the_same(one, many, tolerance)
     return Row(mode, Kind.OUTPUT, path, difference=0.0 if is_same else math.inf, note="" if is_same else said)
+
+
+def _of_python(value: Any) -> Any:
+    """Return a number of numpy's, or a fraction, as Python's; anything else as it is."""
+    if not isinstance(value, numbers.Complex) or isinstance(value, int | float | complex):
+        return value
+    return value.item() if hasattr(value, "item") else float(value)  # type: ignore[arg-type]
 
 
 def _are_numbers(value: Any, kind: type) -> bool:

@@ -55,6 +55,10 @@ _HOOKS = (
     "hooks store {names}, and each replica calls them with its own rows: a value stored by name is one "
     "replica's, and a list is in the order in which replicas finish"
 )
+_THREADS = (
+    "forward may read {names}, which this thread has set in a threading.local: the threads of replicas have another "
+    "value there, or none. Pass it as an input, or make it an attribute of the module"
+)
 _JUMPS = (
     "{mode}: in the model's own type, a change of parameters and inputs by {nudge:.0e} of themselves moves some values "
     "by more than is allowed otherwise, as activations at the kink of a ReLU do; they may differ by twice as much"
@@ -434,17 +438,18 @@ def _as_samples(value: Any) -> SampleList[Any] | None:
 
 
 def _updated(one: RecordedStep, many: RecordedStep) -> dict[str, torch.Tensor]:
-    """Return the numbers in attributes that the step has updated, on one device or on several."""
+    """Return the numbers in attributes that the step has updated, on one device or on several, or filled on both."""
 
     def is_as_before(step: RecordedStep, name: str) -> bool:
         before, after = one.attributes_before[name], step.attributes.get(name)
         return after is not None and before.dtype == after.dtype and torch.equal(before, after)
 
     names = one.attributes_before.keys() & one.attributes.keys()
+    filled = (one.attributes.keys() & many.attributes.keys()) - one.attributes_before.keys()
     return {
         name: number
         for name, number in one.attributes.items()
-        if name in names and not (is_as_before(one, name) and is_as_before(many, name))
+        if name in filled or (name in names and not (is_as_before(one, name) and is_as_before(many, name)))
     }
 
 
@@ -470,6 +475,8 @@ def _notes(mode: str, one: RecordedStep, many: RecordedStep) -> Iterator[str]:
         yield f"forward writes into {listed(by_all)}: {_BY_ALL}"
     if many.left[Left.HOOKS]:
         yield _HOOKS.format(names=listed(many.left[Left.HOOKS]))
+    if many.left[Left.THREADS]:
+        yield _THREADS.format(names=listed(many.left[Left.THREADS]))
     if len(many.rows) == 1:
         replicas = "only one replica" if sum(many.rows) else "no replica"
         yield f"{replicas} had rows (samples): give a larger batch"

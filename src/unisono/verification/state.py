@@ -22,7 +22,7 @@ from unisono.primitives import pytree
 from unisono.primitives.batch_types import batch_type_of
 from unisono.primitives.object_state import state_of as state_of_object
 from unisono.primitives.references import references
-from unisono.primitives.visitor import INERT
+from unisono.primitives.visitor import INERT, filled_slots
 from unisono.runtime import devices as _devices
 from unisono.runtime.widening import widened
 from unisono.verification.compare import plain, tensors_in
@@ -43,6 +43,9 @@ def copied(model: nn.Module) -> nn.Module:
     try:
         with torch.no_grad():  # a scripted module would keep the history of the copying
             new = copy.deepcopy(model, without_history)
+            for module, own in zip(model.modules(), new.modules(), strict=True):
+                for _, slot, value in filled_slots(module):  # which torch leaves empty
+                    slot.__set__(own, copy.deepcopy(value, without_history))
     except Exception as error:
         raise TypeError(
             "verify runs each step on a copy of the model, but copy.deepcopy cannot copy "
@@ -153,15 +156,21 @@ def attributes_in(model: nn.Module) -> dict[str, Any]:
 
 
 def marks_on(model: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
-    """Return what forward may leave on tensors of a model and in its inputs: attributes and entries, by name.
+    """Return what forward may leave on tensors of a model, in its inputs, and in `__slots__`, by name.
 
-    A replica has tensors and inputs of its own.
+    A replica has tensors, inputs and slots of its own.
     """
     leaves = {**dict(pytree.leaves(args, "inputs")), **dict(pytree.leaves(kwargs, "kwargs"))}
+    slots = {
+        f"{path}.{name}" if path else name: value
+        for path, module in model.named_modules()
+        for name, _, value in filled_slots(module)
+    }
     tensors = {path: leaf for path, leaf in leaves.items() if isinstance(leaf, torch.Tensor)}
     tensors |= {**dict(model.named_parameters()), **dict(model.named_buffers())}
     of_tensors = {f"{name}.{key}": value for name, tensor in tensors.items() for key, value in vars(tensor).items()}
-    return leaves | {name: value for name, value in of_tensors.items() if "._dynamo_" not in name}  # torch.compile's
+    own = {name: value for name, value in of_tensors.items() if "._dynamo_" not in name}  # not torch.compile's
+    return leaves | slots | own
 
 
 def contents_in(model: nn.Module) -> dict[str, dict[str, Any]]:

@@ -1,0 +1,126 @@
+"""The graph of a rank with one device: that of its replica is a part of the caller's.
+
+live parameters ──► LiveNode ──► token ──► BucketNodes ──► the replica's parameters ──► its forward ──► (1) ──► outputs
+                        ▲                       │
+                        └──(3) sums ◄── ranks ◄─┴─(2) full buckets
+
+There is nothing to split, to join or to run in another thread. So all that the caller does with the outputs is torch's
+own: the order of hooks, `retain_graph`, `torch.autograd.grad`, `create_graph`, gradients between outputs, and what left
+forward in another way.
+
+(1) The node of an output keeps the replica while the graph lives. The first one that a backward comes to begins it.
+(2) Where the backward is for these parameters alone, buckets are sent to the other ranks as soon as they are full.
+(3) The LiveNode waits for their sums. Otherwise it gets all gradients first, and sums them then.
+
+A reentrant activation checkpoint runs a backward inside the caller's. What that brings is summed when the caller's has
+ended, because in what order the two come to their LiveNodes may depend on time.
+
+A failed backward has nothing of ours around it. torch's engine drops the `RunningBackward` then, which tells the other
+ranks if they wait for its sums.
+"""
+
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from unisono.autograd.bucket import RunningBackward, order_of_sums
+from unisono.autograd.replica_graph import LinkedParameters
+from unisono.distributed.gradient_sync import SyncContext
+from unisono.leftovers.buffers import BuffersInBackward
+from unisono.runtime import timeline, torch_private
+from unisono.runtime.timeline import ReplicaTiming, StepRecording
+from unisono.runtime.tracebacks import without_own_frames
+
+
+class OneGraph:
+    """What the output nodes of one forward have in common.
+
+    Args:
+        parameters: the live ones, and the replica's.
+        sync_context: how their gradients are summed.
+        timing: of the replica.
+        buffers: gives the replica the live buffers, for activation checkpoints; None: it has none.
+        on_release: called when a backward has freed the graph; keeps the replica alive.
+        step: the one that this graph is part of, if it is recorded; the replica computes on the host then.
+    """
+
+    def __init__(
+        self,
+        parameters: LinkedParameters,
+        sync_context: SyncContext,
+        timing: ReplicaTiming,
+        buffers: BuffersInBackward | None,
+        on_release: Callable[[], object],
+        step: StepRecording | None,
+    ) -> None:
+        self._parameters, self._sync_context, self._timing = parameters, sync_context, timing
+        self._buffers, self._on_release, self._step = buffers, on_release, step
+        self._lock = threading.Lock()  # outputs on several devices have several threads
+
+    def output(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return an output of the replica as the caller's, whose backward begins that of the forward."""
+        output: torch.Tensor = _output(tensor, self) if tensor.requires_grad else tensor
+        return output
+
+    def begin_backward(self) -> None:
+        """Begin the running backward, unless another output has."""
+        backwards, number = self._parameters.collector.backwards, torch_private.number_of_backward()
+        with self._lock:
+            if (ref := backwards.get(number)) is not None and ref() is not None:
+                return
+            began, keeps = time.perf_counter(), torch_private.backward_keeps_graph()
+            recorded = None
+            if self._step is not None and self._step.is_open:
+                recorded = self._step.recorded(timeline.BACKWARD, timeline.BACKWARD)
+                recorded.__enter__()
+
+            def end() -> None:
+                backwards.pop(number, None)
+                if recorded is not None:
+                    recorded.__exit__(None, None, None)
+                self._timing.backward_s = time.perf_counter() - began
+                if not keeps:
+                    self._on_release()
+
+            backward = RunningBackward(self._parameters.collector, self._parameters.token, end)
+            if torch_private.call_at_end_of_backward(backward.end):
+                backwards[number] = weakref.ref(backward)
+                backward.reduction = self._begin_reduction()
+        if self._buffers is not None:
+            self._buffers.renew()
+
+    def _begin_reduction(self) -> Any:
+        """Return what sums full buckets at once; None where others may be summed in this backward."""
+        token = self._parameters.token
+        if (
+            torch.is_grad_enabled()
+            or token.grad_fn is None
+            or torch_private.backward_is_restricted()
+            or not torch_private.backward_runs(token.grad_fn)
+            or not order_of_sums.is_alone(token)
+        ):
+            return None
+        return self._sync_context.begin(self._parameters.live, token.grad_fn, self._parameters.plan)
+
+
+class _Output(torch.autograd.Function):
+    """(1) The node of an output."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, graph: OneGraph) -> torch.Tensor:
+        ctx.graph = graph
+        ctx.set_materialize_grads(False)
+        return tensor.detach()
+
+    @staticmethod
+    @without_own_frames
+    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
+        ctx.graph.begin_backward()
+        return grad, None
+
+
+_output: Any = super(torch.autograd.Function, _Output).apply  # as in boundary.py
