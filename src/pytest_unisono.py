@@ -100,7 +100,6 @@ class _SimulatedDevices:
 
     def _recording(self) -> contextlib.AbstractContextManager[None]:
         """Keep the inputs of each wrapper's first call in a test that raised no error."""
-        from unisono.primitives.shared_iterators import shared
         from unisono.runtime.thread_pool import inside_replica
         from unisono.verification.first_call import FirstCall, forwards_through
 
@@ -110,7 +109,6 @@ class _SimulatedDevices:
             calls = plugin._first_calls
             if calls is None or id(model) in calls or len(model.devices) < 2 or inside_replica():
                 return forward(model, *inputs, **kwargs)
-            inputs, kwargs = shared((inputs, kwargs))
             before = FirstCall(model, inputs, kwargs)
             output = forward(model, *inputs, **kwargs)
             calls[id(model)] = before

@@ -27,7 +27,7 @@ from unisono.engines.lanes import Lane, LaneCall
 from unisono.engines.threads import NOTES, Threads
 from unisono.inference.batch_map import Callee
 from unisono.inference.lane_choice import choice_for
-from unisono.leftovers.attributes import AnyReplicas, NewReplicas
+from unisono.leftovers.attributes import AnyReplicas
 from unisono.leftovers.buffers import buffer_registries, commit_buffers
 from unisono.leftovers.first_steps import Look, ScriptedBatchNorm
 from unisono.leftovers.report import Kind
@@ -517,8 +517,6 @@ def plain_composition(wrapper: Wrapper, invocation: Invocation) -> Any:
             outputs = interruptibly(wrapper.parallel_apply, calls, shards, shard_kwargs)
             for look in looks:
                 look.end(outputs)
-            if plan is not None and len(outputs) == len(plan.sizes):
-                plan.arguments.warn_of_split_lists(outputs, plan.sizes, wrapper._threads.warnings)
             output = interruptibly(wrapper.gather, outputs, here or options.output_device)
         if changes := registries.changes():
             commit_buffers(changes, modules, live_modules, {}, devices[0], here or options.devices[0])
@@ -561,8 +559,6 @@ def _looks_at_composition(
         looks.append(LookAtParameters(written, with_values=with_values))
     if not is_early:
         return looks
-    if inputs := [shard for shard in shards if isinstance(shard[0], tuple) and isinstance(shard[1], dict)]:
-        looks.append(NewReplicas(first_steps.leftovers, common.modules, common.live_modules, common.names, inputs))
     if not has_several or inside_replica():
         return [*looks, first_steps.counted(structure)]
     if wrapper._options.sync_batch_norm is None and len(replicas) > 1:
@@ -573,8 +569,8 @@ def _looks_at_composition(
     own = [each for modules in common.modules for each in modules]
     search = Search(common.live_modules, common.names, observers=Blueprint(module).observers, own=own)
     leaves = [*invocation.inputs, *invocation.kwargs.values()]
-    of_call = leaves, _rows_of(shards), devices, wrapper.dim
-    return [*looks, *first_steps.looks(structure, search, *of_call, in_threads=not modes_that_stay())]
+    looks += first_steps.looks(structure, search, leaves, devices, in_threads=not modes_that_stay())
+    return looks
 
 
 def _rows_of(shards: Sequence[Any]) -> set[int]:

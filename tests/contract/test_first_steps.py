@@ -254,9 +254,9 @@ def test_draws_from_a_generator_that_replicas_share(wrap: Wrap, name: str, compo
         assert said(step(wrap(drawing(draw), 2, shares=[1, 0]), torch.randn(6, 5))) == []
 
 
-@pytest.mark.parametrize("name", DRAWS)
+@pytest.mark.parametrize("name", [name for name, (_, generator) in DRAWS.items() if generator.startswith("A ")])
 def test_a_map_says_it_too(wrap: Wrap, name: str) -> None:
-    """N6: where several lanes run. The caller's own draws between batches are not the model's."""
+    """N6: of the model's own, where several lanes run. The caller's draws between batches are not the model's."""
     draw, generator = DRAWS[name]
     x = torch.randn(6, 5)
 
@@ -271,7 +271,7 @@ def test_a_map_says_it_too(wrap: Wrap, name: str) -> None:
     for call in (lambda: [*mapped.map(batches())], lambda: evaluated.evaluate(targets, F.mse_loss)):
         (found,) = said(call, 1)
         assert found.filename == __file__
-        assert str(found.message).startswith(generator.partition(" and ")[0])
+        assert str(found.message).startswith(generator)
     one = wrap(drawing(draw), 1)
     assert said(lambda: list(one.map(batches())), 1) == []
     silent = wrap(Calls(lambda net, x: net.layer(x), layer=nn.Linear(5, 3)))

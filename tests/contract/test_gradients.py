@@ -77,6 +77,17 @@ def test_equal_calls_give_equal_bits(wrap: Wrap) -> None:
     assert all(torch.equal(other, seen[0]) for other in seen)
 
 
+@pytest.mark.parametrize("how", ["parameter", "input"])
+def test_sums_are_in_replica_order(wrap: Wrap, how: str) -> None:
+    """N1: float32 cannot tell 1e8 + 1 from 1e8."""
+    weight, given = nn.Parameter(torch.ones(1)), torch.ones(1, requires_grad=True)
+    model = wrap(Calls(lambda net, x, given: x * net.weight * given, weight=weight).float(), 3, in_dims={1: None})
+    for rows, expected in (([1e8, -1e8, 1.0], 1.0), ([1e8, 1.0, -1e8], 0.0)):
+        of = model.module.weight if how == "parameter" else given
+        (grad,) = torch.autograd.grad(model(torch.tensor(rows)[:, None], given.float()).sum(), of)
+        assert grad.item() == expected
+
+
 def test_unused_rows_of_an_input_get_zeros(wrap: Wrap) -> None:
     """N1: an input that only one replica uses has a gradient of zeros in the other replicas' rows."""
     model = wrap(Fn(lambda x, number: x * 2 if number[0] == 0 else torch.zeros_like(x, requires_grad=True)))

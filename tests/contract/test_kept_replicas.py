@@ -67,6 +67,15 @@ def hook_head(model: nn.Module) -> object:
     return model.head.register_forward_hook(lambda layer, args, output: output * layer.weight.sum())
 
 
+def two_hooks(model: nn.Module) -> object:
+    model.head.register_forward_hook(lambda layer, args, output: output * 2)
+    return model.head.register_forward_hook(lambda layer, args, output: output + 1)
+
+
+def change_their_order(model: nn.Module) -> None:
+    model.head._forward_hooks.move_to_end(next(iter(model.head._forward_hooks)))
+
+
 def use_layers(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     first, second = model.layers
     return second(first(x))
@@ -82,6 +91,7 @@ Change = Callable[[Any], object]
 CHANGES: dict[str, tuple[Callable[..., torch.Tensor], Callable[[], dict[str, Any]], list[Change]]] = {
     "new parameter": (use_all, parts, [lambda model: setattr(model, "extra", nn.Parameter(torch.full((4,), 2.0)))]),
     "hooks": (use_all, parts, [hook_head, lambda model: model.head._forward_hooks.clear()]),
+    "hooks in another order": (use_all, parts, [two_hooks, change_their_order]),
     "pre-hook": (use_all, parts, [lambda model: model.register_forward_pre_hook(lambda _, args: (args[0] * 2,))]),
     "forward": (use_all, parts, [replace_forward]),
     "no child": (use_head, body_and_head, [lambda model: delattr(model, "head")]),

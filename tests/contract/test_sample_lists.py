@@ -144,7 +144,7 @@ def test_a_list_that_is_not_split_is_warned_of(inputs, options, name):
         return
     (message,) = messages(**options)
     assert message.startswith(name)
-    assert "give a unisono.SampleList" in message
+    assert "unisono.SampleList" in message
     forget_logged()
     assert messages(in_dims=ast.literal_eval(message.partition("in_dims=")[2].removesuffix("."))) == []
 

@@ -1,8 +1,6 @@
 """Inputs that are split by accident, or not at all: the error, or a warning, names them and what to write."""
 
 import ast
-import itertools
-import threading
 import warnings
 from collections import deque
 
@@ -13,8 +11,7 @@ from torch import nn
 
 import unisono
 from helpers.contract import Wrap
-from helpers.modules import Calls, Composed, Fn
-from unisono import SampleList
+from helpers.modules import Composed, Fn
 
 NOTE = "the inputs were split by rows, 4 = 2 + 2: "
 
@@ -70,7 +67,7 @@ def test_an_error_in_parts_names_them_too(wrap: Wrap, replicas: int, sizes: str)
 def test_a_list_beside_rows_in_parts(wrap: Wrap) -> None:
     """S17, N13: one replica gives each part all of it, too."""
     model = wrap(Fn(lambda x, factors: x * x.new_tensor(factors)[: len(x), None]), 1, parts=2)
-    with pytest.warns(UserWarning, match="has as many entries as the batch has rows"):
+    with pytest.warns(UserWarning, match="as many entries as the batch has rows"):
         model(torch.rand(4, 4), [1.0, 2.0, 3.0, 4.0])
 
 
@@ -131,74 +128,7 @@ def test_an_array_as_the_only_input(wrap: Wrap, forward):
     assert raised.value.__notes__[-1].endswith("torch.from_numpy(inputs[0])")
 
 
-# ---- a list as the only input ----------------------------------------------------------------------
-
-
-PICTURES = [torch.ones(3, 8, 8) for _ in range(4)]
-
-
-@pytest.mark.parametrize(
-    ("given", "path"),
-    [
-        (PICTURES, "inputs[0]"),
-        (tuple(PICTURES), "inputs[0]"),
-        ([{"picture": picture, "name": "a"} for picture in PICTURES], "inputs[0]"),
-        ({"pictures": PICTURES}, "inputs[0]['pictures']"),
-    ],
-    ids=["list", "tuple", "dicts", "nested"],
-)
-@pytest.mark.parametrize(
-    "forward", [lambda given: None, lambda given: torch.ones(4, 3), lambda given: torch.ones(()).expand(2, 2).sum()]
-)
-def test_a_list_as_the_only_input_is_warned_of(given, path, forward):
-    """S17: its tensors are split one by one, as in torch; `in_dims` says that this is meant."""
-    (message,) = [each for each in messages(forward, given) if each.startswith("inputs")]  # others are of the output
-    assert message.startswith(f"{path} is a ")
-    assert f"give unisono.SampleList({path})" in message
-    assert not [each for each in messages(forward, given, in_dims=0) if each.startswith("inputs")]
-
-
-@pytest.mark.parametrize("kind", [list, tuple], ids=["list", "tuple"])
-@pytest.mark.parametrize(
-    "forward",
-    [lambda pair: (pair[0] - pair[1]).square().sum(1), lambda pair: {"y": pair[0] @ pair[1].new_ones(8, 2), "n": None}],
-)
-@pytest.mark.parametrize(
-    "make", [lambda model: unisono.DataParallel(model, ["cpu"] * 2), lambda m: Composed(m, ["cpu"] * 2)]
-)
-def test_a_list_that_the_output_shows_to_be_a_container_is_not_warned_of(kind, forward, make):
-    """S17: two batches of one kind: the output has a row for each of theirs."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        model = make(Fn(forward))
-        model(kind([torch.ones(6, 8), torch.ones(6, 8)]))
-        model(kind([torch.ones(4, 8), torch.ones(4, 8)]))
-
-
-def test_a_list_is_warned_of_once_a_model():
-    """S17: another model may take it in another way."""
-    for _ in range(2):
-        with warnings.catch_warnings(record=True) as seen:
-            warnings.simplefilter("always")
-            model = unisono.DataParallel(Fn(lambda pictures: None), ["cpu"] * 2)
-            model(PICTURES)
-            model(PICTURES)
-        assert len(seen) == 1
-
-
-@pytest.mark.parametrize(
-    "inputs",
-    [
-        (torch.ones(3), PICTURES),
-        (SampleList(PICTURES),),
-        ([torch.ones(4, 2), torch.ones(4, dtype=torch.int64)],),
-        ([torch.ones(4, 2)],),
-    ],
-    ids=["beside a tensor", "samples", "unlike entries", "one entry"],
-)
-def test_other_lists_are_not_warned_of(inputs):
-    """S17: lists that are known, or likely, to be containers."""
-    assert messages(lambda *inputs: None, *inputs) == []
+# ---- lists -----------------------------------------------------------------------------------------
 
 
 def test_an_error_about_a_list_names_the_remedy(wrap: Wrap):
@@ -250,7 +180,7 @@ class Batch:
 def test_an_object_that_holds_an_entry_a_row_is_warned_of(held):
     """S17, S14: every replica gets all of it, as in torch."""
     (message,) = messages(lambda x, batch: x, torch.ones(4, 1), {"batch": Batch("a", held)})
-    assert message.startswith("inputs[1]['batch'] of type Batch holds x with as many entries")
+    assert message.startswith("inputs[1]['batch']: if each entry belongs to a row")
     assert "unisono.register_batch_type" in message
     in_dims = ast.literal_eval(message.partition("in_dims=")[2].removesuffix("."))
     assert messages(lambda x, batch: x, torch.ones(4, 1), {"batch": Batch("a", held)}, in_dims=in_dims) == []
@@ -297,79 +227,13 @@ def test_other_objects_are_not_warned_of(other):
 # ---- iterators -------------------------------------------------------------------------------------
 
 
-def powers():
-    yield from [2.0, 3.0, 5.0]
-
-
-@pytest.mark.parametrize(
-    "made",
-    [lambda: iter([2.0, 3.0, 5.0]), powers, lambda: map(float, "235"), lambda: itertools.chain([2.0], [3.0, 5.0])],
-    ids=["list", "generator", "map", "chain"],
-)
-@pytest.mark.parametrize("options", [{}, {"parts": 2}, {"rescue": True}], ids=str)
-def test_each_replica_gets_all_items_of_an_iterator(wrap: Wrap, made, options):
-    """S19: each took some of them. In parts, each part, and its second computation, begins anew."""
-    model = wrap(Fn(lambda x, items: x * sum(items)), 3, **options)
-    x = torch.rand(6, 2, requires_grad=True)
-    output = model(x, made())
-    torch.testing.assert_close(output, x * 10)
-    output.sum().backward()
-    torch.testing.assert_close(x.grad, torch.full_like(x, 10))
-
-
-def folded(net, x, items):
-    y = torch.sin(net.layer(x)) * torch.cos(net.layer(x))
-    y = y.relu() * torch.sigmoid(y)
-    return y.pow(2).sum(-1)
-
-
-@pytest.mark.parametrize("items", [[1.0, 2.0], [torch.ones(3)]], ids=["numbers", "tensors"])
-def test_an_iterator_beside_a_compiled_backward(wrap: Wrap, items):
-    """S19, R13: a backward that overwrites what it has read refuses to keep its graph, and needs not to."""
-    model = wrap(torch.compile(Calls(folded, layer=nn.Linear(5, 3)), backend="aot_eager"))
-    for _ in range(2):
-        model(torch.randn(6, 5), iter(items)).sum().backward()
-
-
-def test_an_iterator_that_is_used_in_turns(wrap: Wrap):
-    """S19: what forward has not taken is left, and an iterator need not have an end."""
-    model, items = wrap(Fn(lambda x, given: x * next(given["items"]))), itertools.count(1)
-    for expected in (1, 2, 3):
-        torch.testing.assert_close(model(torch.ones(4, 1), {"items": items}), torch.full((4, 1), float(expected)))
-    assert next(items) == 4
-
-
-def test_an_iterator_runs_in_one_thread_at_a_time(wrap: Wrap):
-    """S19: a generator that two threads advance at once is an error of Python's."""
-    running = threading.Lock()
-
-    def slow():
-        for item in range(200):
-            assert running.acquire(blocking=False)
-            running.release()
-            yield item
-
-    model = wrap(Fn(lambda x, items: x * sum(items)), 3)
-    torch.testing.assert_close(model(torch.ones(6, 1), items=slow()), torch.full((6, 1), 19900.0))
-
-
-def test_an_error_of_an_iterator_reaches_the_caller(wrap: Wrap):
-    """S19, F1"""
-
-    def broken():
-        yield 1.0
-        raise KeyError("of the iterator")
-
-    with pytest.raises(KeyError, match="of the iterator"):
-        wrap(Fn(lambda x, items: x * sum(items)))(torch.ones(4, 1), broken())
-
-
-@pytest.mark.filterwarnings("ignore:forward of Fn writes into kinds")
-def test_with_one_replica_it_is_the_iterator_itself(wrap: Wrap):
-    """S19, A3: its methods work; with several, attributes are those of the caller's."""
-    generator = powers()
-    kinds = []
-    wrap(Fn(lambda x, items: kinds.append(items) or x), 1)(torch.ones(4, 1), generator)
-    assert kinds == [generator]
-    wrap(Fn(lambda x, items: kinds.append(items.gi_running) or x))(torch.ones(4, 1), generator)
-    assert kinds[1:] == [False] * 2
+@pytest.mark.parametrize("made", [lambda: iter([2.0]), lambda: (i for i in [2.0]), lambda: map(float, "235")])
+@pytest.mark.parametrize("nested", [False, True])
+def test_an_iterator_is_an_error(wrap: Wrap, made, nested):
+    """S19: each replica took some of its items. One replica has it as it is; a file is none."""
+    model, x, given = wrap(Fn(lambda x, items: x)), torch.ones(4, 1), made()
+    with pytest.raises(TypeError, match=r"inputs\[1\].* is an iterator.*Give a list of them: \[\*inputs\[1\]"):
+        model(x, [given] if nested else given)
+    assert wrap(Fn(lambda x, items: x * len([*items])), 1)(x, iter([1, 2])).tolist() == (2 * x).tolist()
+    with open(__file__) as file:
+        model(x, file)

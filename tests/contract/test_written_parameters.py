@@ -227,19 +227,19 @@ def test_parameters_too_large_to_be_kept(wrap: Wrap, monkeypatch: pytest.MonkeyP
 
 
 def test_a_step_that_runs_again_is_as_if_it_ran_once(wrap: Wrap) -> None:
-    """R22, N1: the first one, of replicas that share memory: draws, an iterator, a list and a dict of the module."""
+    """R22, N1: the first one, of replicas that share memory: draws, a list and a dict of the module."""
 
-    def forward(net: Any, x: torch.Tensor, items: Any) -> torch.Tensor:
+    def forward(net: Any, x: torch.Tensor) -> torch.Tensor:
         by_hand(net, x)
         net.kept[0]["rows"].append(len(x))
-        return torch.dropout(net.query(x), 0.5, train=True) + next(items)
+        return torch.dropout(net.query(x), 0.5, train=True)
 
     net, x, outputs = Calls(forward, query=nn.Linear(5, 3), kept=[{"rows": []}]), torch.randn(6, 5), []
     model = wrap(net)
     with warnings.catch_warnings(action="ignore"):  # of the list
         for number in (1, 2):
             torch.manual_seed(1)
-            outputs.append(model(x, iter([1, 2])))
+            outputs.append(model(x))
             assert net.kept == [{"rows": [3, 3] * number}]
     assert_same(*outputs)
 

@@ -24,7 +24,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from fuzz.blocks import ASSIGNED, WIDTH, GoesOn, KeepsLosses, linear
+from fuzz.blocks import WIDTH, GoesOn, KeepsLosses, linear
 from fuzz.model import NUM_OUTPUTS, tensors_in
 from fuzz.program import Step
 from fuzz.side import OPTIMIZERS, Side, seed_torch
@@ -786,38 +786,6 @@ def losses_of_hooks(side: Side, step: Step) -> None:
         loss = side.loss_of(step.rows, step.seed)
     side.backward(sum(kept, loss * (step.seed % 2)))
     side.step()
-
-
-@action(weight=2, only=("inputs: tensor",), without=("ranks", "wraps: part", "wraps: both"), said=(ASSIGNED,))
-def attribute_of_an_input(side: Side, step: Step) -> None:
-    def mark(module: nn.Module, args: Any) -> None:
-        args[0].seen = len(args[0])
-
-    x = side.batch(step.rows, step.seed)
-    with side.core.register_forward_pre_hook(mark):
-        side.run(x)
-    side.observe("attribute of the input", getattr(x, "seen", None))
-
-
-@action(weight=2, only=("inputs: nested",), without=("ranks", "wraps: part", "wraps: both"), said=(ASSIGNED,))
-def entry_of_an_input(side: Side, step: Step) -> None:
-    """Forward puts an entry into a container among its inputs, or takes one out of it."""
-    given: list[dict[str, Any]] = []
-    puts = step.seed % 2 == 0
-
-    def change(module: nn.Module, args: Any) -> None:
-        if puts:
-            args[0]["seen"] = args[0]["pair"][1][0].detach()
-        else:
-            args[0].pop("text")
-
-    def run(batch: dict[str, Any]) -> Any:
-        given.append(batch)
-        return side.model(batch)
-
-    with side.core.register_forward_pre_hook(change):
-        side.run(side.batch(step.rows, step.seed), run)
-    side.observe("entries of the input", [*given[0]])
 
 
 # ---- copies and checkpoints ----------------------------------------------------------------------

@@ -496,8 +496,6 @@ class Leaves(Block):
             self.last = y.detach()
         elif self.how == "loss":
             self.last = y.square().mean()
-        elif self.how == "of a parameter":
-            self.linear.weight.seen = y.detach().sum(0)  # type: ignore[attr-defined]
         elif self.how == "state":
             y = y if self.state is None else y + self.state.to(y.dtype)
             self.state = y.detach().mean(0)
@@ -511,8 +509,7 @@ class Leaves(Block):
 
     def left(self) -> list[Any]:
         """Return what forwards have left."""
-        of_weight = getattr(self.linear.weight, "seen", None)
-        return [self.steps, self.last, self.state, of_weight, None if self.made is None else self.made.weight.grad]
+        return [self.steps, self.last, self.state, None if self.made is None else self.made.weight.grad]
 
 
 class Appends(Block):
@@ -802,7 +799,7 @@ FAMILIES: dict[str, Family] = {
     "read attributes": Family(_of(ReadsAttributes, "of a weight", "of a buffer", "of a tensor")),
     "left alike": Family(_of(Leaves, "count", "flag"), ("buffers",), (ASSIGNED,)),  # said of parts and maps
     "left attributes": Family(
-        _of(Leaves, "tensor", "loss", "of a parameter", "state", "layer"),
+        _of(Leaves, "tensor", "loss", "state", "layer"),
         ("attributes", "buffers"),
         (ASSIGNED,),
     ),

@@ -33,7 +33,7 @@ class InputForm(NamedTuple):
     said: tuple[str, ...] = ()  # what a message says, in part, where the numbers are not those of the plain module
 
 
-_WHOLE, _SPLIT_LIST = "has as many entries as the batch has rows", "the tensors inside each entry are split"
+_WHOLE = "has as many entries as the batch has rows"
 _SPLIT = ("with different numbers of rows", "the inputs were split by rows")
 
 
@@ -66,17 +66,12 @@ INPUTS = {
     "dataclass": InputForm(
         lambda x, _: ((Bundle(x, {"z": x[:, :2] * 2}),), {}), lambda b: (b.first, b.second["z"].mean(1, keepdim=True))
     ),
-    "iterator": InputForm(
-        lambda x, _: ((x, {"numbers": iter([0.5, 2.0, 3.0])}), {}), lambda x, given: (x, sum(given["numbers"]))
-    ),
-    "generator": InputForm(
-        lambda x, _: ((x, zip((n * 0.5 for n in range(3)), [1.0, 2.0, 3.0], strict=True)), {}),
-        lambda x, pairs: (x, sum(one * other for one, other in pairs)),
-    ),
     "with an attribute": InputForm(lambda x, _: ((marked(x),), {}), lambda x: (x, getattr(x, "shift", 0.0))),
     "sample list": InputForm(lambda x, _: ((SampleList(x.unbind()),), {}), lambda rows: (stacked(rows), 0)),
     "samples": InputForm(
-        lambda x, _: (([*x.unbind()],), {}), lambda rows: (stacked(rows), 0), said=(_SPLIT_LIST, *_SPLIT)
+        lambda x, _: (([*x.unbind()],), {}),
+        lambda rows: (stacked(rows), 0),
+        said=(" rows (samples), but has ", *_SPLIT),
     ),
     "array": InputForm(
         lambda x, _: ((x, first_column(x).numpy()), {}),
@@ -140,7 +135,6 @@ OUTPUTS = {
     "state": OutputForm(lambda y, x, _: (y, {"state": x.expand(MANY, -1, -1) * 1}), said=_OTHER_ROWS),
     "groups": OutputForm(lambda y, x, _: (grouped(x), y), said=_OTHER_ROWS),
     "whole": OutputForm(lambda y, x, weight: (y, weight * 2), said=_OTHER_ROWS),
-    "pairs of rows": OutputForm(lambda y, x, _: (y, [*(x[:, None] - x).unbind()]), said=_LISTS),
     "numbers": OutputForm(lambda y, x, _: (y, numbers_of(x)[:, 0].tolist()), said=_LISTS),
 }
 

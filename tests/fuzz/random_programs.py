@@ -77,7 +77,7 @@ def random_program(seed: int, place: str) -> Program:
             "sample list"  # a replica of one row returns one number, which is no sign of a list of rows
         )
     traits = Program(**options).traits
-    if "compiled" in traits and options["inputs"] in ("generator", "array"):
+    if "compiled" in traits and options["inputs"] == "array":
         options["inputs"] = "tensor"  # torch raises where graphs with donated buffers are kept, and says what to set
         traits = Program(**options).traits
     if "weights" in traits and options["wraps"] in ("twice", "both"):

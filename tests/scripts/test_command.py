@@ -499,12 +499,11 @@ def test_the_script_goes_on_as_without(capsys: pytest.CaptureFixture[str]) -> No
 import random, threading, types
 torch.manual_seed(0)
 class Net(nn.Linear):
-    def forward(self, x, state, more, with_lock, kept):
+    def forward(self, x, state, with_lock, kept):
         state.calls.append(len(x))
         state.tensor += 1
         with_lock.seen += 1
         kept["rows"].append(len(x))
-        next(more)
         print("in forward", len(x), "\\n", end="")
         return nn.functional.dropout(super().forward(x) + random.random() * 0)
 model, optimizer = nn.DataParallel(Net(5, 2)), None
@@ -512,7 +511,7 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 state = types.SimpleNamespace(calls=[], tensor=torch.zeros(2))
 with_lock, kept = types.SimpleNamespace(lock=threading.Lock(), seen=0), {"rows": []}
 for _ in range(3):
-    model(torch.randn(30, 5), state, iter(range(9)), with_lock, kept).sum().backward()
+    model(torch.randn(30, 5), state, with_lock, kept).sum().backward()
     optimizer.step()
 print(torch.rand(2), state, with_lock.seen, kept, [p.sum().item() for p in model.parameters()])
 """

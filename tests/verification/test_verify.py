@@ -948,11 +948,10 @@ def test_objects_among_the_inputs_are_as_before() -> None:
 
     history = torch.zeros(5, requires_grad=True) * 1
     state = types.SimpleNamespace(calls=0, features=torch.zeros(5), history=history)
-    uncopied = (threading.Lock(), object(), iter(range(3)))
+    uncopied = (threading.Lock(), object())
     report = compared(calls(forward), (ROWS, state, uncopied))
     assert {row.kind for row in report.differences} == {Kind.ATTRIBUTE}
     assert (state.calls, state.features.tolist(), state.history is history) == (0, [0.0] * 5, True)
-    assert [*uncopied[2]] == [0, 1, 2]
 
 
 def test_what_a_model_keeps_with_its_history_is_copied() -> None:
@@ -1191,7 +1190,7 @@ def test_an_input_that_is_not_split_as_meant(function: Any, inputs: Any, said: s
     assert all(said in finding.text for finding in report.findings)
 
 
-@pytest.mark.parametrize("whole", [np.arange(4.0), bytes(range(4)), types.SimpleNamespace(f=torch.arange(4.0))])
+@pytest.mark.parametrize("whole", [np.arange(4.0), types.SimpleNamespace(f=torch.arange(4.0))])
 def test_an_input_that_goes_whole_and_may_have_rows(whole: Any) -> None:
     """S17: what is no container cannot be split to see whether that helps."""
 
@@ -1210,11 +1209,6 @@ def test_rows_that_interact_in_one_of_several_inputs() -> None:
     """S18: no other way to split the inputs gives one device's numbers."""
     report = compared(calls(lambda self, x, y: x - x.mean(0) + y), (torch.randn(4, 5), torch.randn(4, 5)))
     assert report.cause == Cause.ROWS_INTERACT
-
-
-def test_each_step_has_all_items_of_an_iterator() -> None:
-    """S19: the first step took them."""
-    assert compared(calls(lambda self, x, items: x * sum(items)), (ROWS, iter([2.0, 3.0, 5.0]))).same
 
 
 # ---- no errors of verify's own -----------------------------------------------------------------------
@@ -1329,6 +1323,7 @@ def floats(x: torch.Tensor) -> list[float]:
             Cause.VALUE_OF_A_SHARD,
             "output[1] is '2' on one device, '1' on several",
         ),
+        (lambda x: (x, x.shape), Cause.VALUE_OF_A_SHARD, "output[1] is torch.Size([8, 5]) (2 entries) on one device"),
     ],
 )
 def test_outputs_without_tensors(function: Any, cause: Cause, says: str) -> None:

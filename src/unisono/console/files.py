@@ -11,7 +11,6 @@ from pathlib import Path
 
 from unisono.console.errors import FolderError
 from unisono.runtime.contexts import contextmanager
-from unisono.runtime.regular_files import make_anew
 
 
 def expect_writable(folder: Path) -> None:
@@ -48,11 +47,11 @@ def replaced(path: Path) -> Iterator[Path]:
     The bytes are on the disk before the file is renamed; so after a power cut there is the old file or the new one.
 
     Raises:
-        OSError: the file cannot be written, or someone has laid a link or a pipe under the temporary name.
+        OSError: the file cannot be written.
     """
     unfinished = path.with_name(f".{path.name}.unfinished")
     try:
-        make_anew(unfinished)
+        unfinished.unlink(missing_ok=True)  # what is left of a killed run, or a link that someone has laid
         try:
             yield unfinished
             with unfinished.open("rb+") as file:

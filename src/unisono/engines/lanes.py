@@ -278,13 +278,12 @@ class Lane:
             looks.append(LookAtParameters(replicas.written, with_values=replicas.are_new and call.is_first))
         if not replicas.are_new or not first_steps.leftovers.looks:
             return looks
-        looks.append(replicas.watched([(args, kwargs)]))
         if len(call.devices) > 1:
             inputs = [*args, *kwargs.values()]
             blueprint = self._pool.blueprint
             own = replicas.each[0].modules
             search = Search(blueprint.modules, blueprint.names, observers=blueprint.observers, own=own)
-            looks += first_steps.looks(None, search, inputs, _rows_of(inputs), call.devices, beside_others=True)
+            looks += first_steps.looks(None, search, inputs, call.devices, beside_others=True)
         return looks
 
     def _say_leftovers(self) -> None:

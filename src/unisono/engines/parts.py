@@ -14,14 +14,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from unisono.engines.call import Call
-from unisono.leftovers.attributes import WatchedInputs
 from unisono.primitives import pytree
 from unisono.primitives.change_tracking import fill, restore
 from unisono.primitives.dims import OutputRules
 from unisono.primitives.inputs import Arguments, scattered
 from unisono.primitives.outputs import Group, Outputs
 from unisono.primitives.placements import PaddedShard, Shard, Stack
-from unisono.primitives.shared_iterators import iterators_anew
 from unisono.primitives.split_sizes import split_rows
 
 NO_PARTS = "cannot run the rows of {where} in parts (rescue=True, parts=): {reason}"
@@ -83,12 +81,8 @@ def run_in_parts(
     kwargs: dict[str, Any],
     parts: Parts,
     device: torch.device,
-    assigned: dict[str, None],
 ) -> Any:
     """Call a replica's function with its shard in parts, one after the other; return the joined output.
-
-    Args:
-        assigned: takes the paths of what forward assigns to the inputs of a part, which end with it.
 
     Raises:
         RuntimeError: it writes buffers, or its outputs are not those of the whole shard: it cannot be run in parts.
@@ -96,13 +90,12 @@ def run_in_parts(
     function, assign_as_last_part = _with_attributes_of_now(root, function)
     arguments = Arguments(args, kwargs, parts.rules.dim, axes=parts.axes)
     shards = scattered(arguments, [device] * len(parts.sizes), parts.sizes)
-    buffers, watched = _written(root), WatchedInputs(shards)
+    buffers = _written(root)
     if not torch.is_grad_enabled():
         outputs = [function(*args, **kwargs) for args, kwargs in shards]
     else:
         outputs = [checkpoint(function, *args, use_reentrant=False, **kwargs) for args, kwargs in shards]
     assign_as_last_part()
-    assigned.update(dict.fromkeys(watched.assigned()))
     if changed := [name for name, state in _written(root).items() if state != buffers.get(name)]:
         raise RuntimeError(_NO_SHARD_IN_PARTS.format(reason=f"forward changes the buffer {changed[0]!r}"))
     live = {id(tensor): tensor for tensor in chain(root.parameters(), root.buffers())}
@@ -120,7 +113,7 @@ def _with_attributes_of_now(
     """Return a function for which the module's attributes are those of now, in each call: of parts, and in backward.
 
     What a part assigns is lost, as what a replica assigns is; else the next part, and the second computation of each,
-    would find it. Iterators among the inputs begin anew each time. Also returns what ends the first computation: the
+    would find it. Also returns what ends the first computation: the
     replica then has what the last part has assigned.
     """
     assigned: list[tuple[dict[str, Any], dict[str, Any]]] | None = []
@@ -130,7 +123,7 @@ def _with_attributes_of_now(
     def part(*args: Any, **kwargs: Any) -> Any:
         before = restore(dicts, start)
         try:
-            return function(*iterators_anew(args), **iterators_anew(kwargs))
+            return function(*args, **kwargs)
         finally:
             held = restore(dicts, start)
             if assigned is not None:

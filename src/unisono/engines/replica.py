@@ -31,7 +31,6 @@ from unisono.autograd.replica_graph import CapturedTensors, LinkedParameters, Li
 from unisono.engines.call import Call, called
 from unisono.engines.parts import parts_of, run_in_parts
 from unisono.leftovers.attributes import (
-    NewReplicas,
     attribute_dicts_of,
     counts,
     has_rows,
@@ -58,7 +57,6 @@ from unisono.primitives.blueprint import Blueprint, unlinked_at_deletion
 from unisono.primitives.change_tracking import GONE, Change, ContainerSnapshot, DictSnapshot, TensorSnapshot, fill
 from unisono.primitives.outputs import Group
 from unisono.primitives.placements import Placement
-from unisono.primitives.shared_iterators import SharedIterator, is_iterator
 from unisono.primitives.tensor_attributes import carry_attributes
 from unisono.primitives.visitor import INERT
 from unisono.runtime import devices as _devices
@@ -76,14 +74,12 @@ class Inputs:
         shards: (positional, keyword) inputs, one a replica, on its device.
         linked: the caller's tensors that need a gradient, with the replicas' parts of them.
         numbers_of_linked: which of all tensors these are.
-        assigned_in_parts: the paths of what forward has assigned to those of a part of a shard.
     """
 
     def __init__(self, call: Call, tracked: bool, copies: Copies) -> None:
         num_replicas = len(call.devices)
         self.linked: list[LinkedTensors] = []
         self.numbers_of_linked: tuple[int, ...] = ()
-        self.assigned_in_parts: dict[str, None] = {}
         all_on_cpu = _devices.are_cpu(call.devices)
         number = 0
 
@@ -148,8 +144,7 @@ def call_replica(
     if parts is None:
         output = called(root, call.method)(*args, **kwargs)
     else:
-        function, assigned = called(root, call.method), inputs.assigned_in_parts
-        output = run_in_parts(root, function, args, kwargs, parts, call.devices[index], assigned)
+        output = run_in_parts(root, called(root, call.method), args, kwargs, parts, call.devices[index])
     num_nodes[index] = torch_private.sequence_number() - first_node
     if call.is_timed:
         _devices.queued_work(call.devices[index])(True)
@@ -343,11 +338,6 @@ class Replicas:
             if type(module) is not cls:
                 module.__class__ = cls
         return self.are_unchanged()
-
-    def watched(self, shards: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]) -> NewReplicas:
-        """Return what finds what the forward that begins leaves behind beside attributes."""
-        modules = [replica.modules for replica in self.each]
-        return NewReplicas(self._leftovers, modules, self._blueprint.modules, self._blueprint.names, shards)
 
     def assigned(self, outputs: Sequence[Any] = ()) -> list[Change]:
         """Return the attributes that all replicas have set alike, and note those that are lost.
@@ -749,18 +739,14 @@ def structure_of(pool: "ReplicaPool", call: Call) -> tuple[Any, ...]:
     return call.method, call.arguments.flags, pool.blueprint.signature
 
 
-def carries_objects(call: Call, inputs: Inputs) -> bool:
-    """Return whether the inputs hold objects of unknown classes, or iterators over such.
+def carries_objects(call: Call) -> bool:
+    """Return whether the inputs hold objects of unknown classes.
 
     Every replica gets the same object. Through a tensor in it the replicas' graphs may share nodes, which no replica's
     backward may free.
     """
     others = [leaf for leaf in call.arguments.leaves if type(leaf) not in _CARRIES_NOTHING]
-    others = [leaf for leaf in others if not isinstance(leaf, torch.Tensor) and batch_type_of(leaf) is None]
-    if not others or not all(map(is_iterator, others)):
-        return bool(others)
-    of_first_replica = pytree.flatten(inputs.shards[0])[0]
-    return any(leaf.carries_objects() for leaf in of_first_replica if isinstance(leaf, SharedIterator))
+    return any(not isinstance(leaf, torch.Tensor) and batch_type_of(leaf) is None for leaf in others)
 
 
 _MOST_STRUCTURES = 64

@@ -63,7 +63,6 @@ from unisono.engines.replica import (
 from unisono.engines.rescue import Replay, run_rescued
 from unisono.leftovers.buffers import BuffersInBackward, histories
 from unisono.leftovers.first_steps import NOT_SYNCHRONISED, FirstSteps, Look, ScriptedBatchNorm
-from unisono.leftovers.report import Kind
 from unisono.leftovers.shared import Search, SharedWrites
 from unisono.leftovers.written_parameters import LookAtParameters
 from unisono.primitives.blueprint import Blueprint, collector_paused, warn_of_observers
@@ -338,7 +337,7 @@ class Forward:
             self._replay = Replay(model.row_limits, call, pool.blueprint, self._buffers, run, frozen)
         self._step = timeline.current_step() if timeline.recording else None
         self._passes = self._passes_of(module)
-        self._carries_objects = self._tracked and carries_objects(call, self._inputs)
+        self._carries_objects = self._tracked and carries_objects(call)
         # A wrapper inside would run as a wrapper of its own where a checkpoint calls it in backward.
         self._is_one_graph = call.in_one_graph and not pool.has_wrappers
         if self._step is not None and not _devices.all_on_host(call.devices):  # where a backward is recorded by events
@@ -381,13 +380,9 @@ class Forward:
             kept = [] if is_as_before else self._replicas.assigned(outputs)
             if self._model.written and not inside_replica():
                 self._pass_on_written()
-            if self._inputs.assigned_in_parts:
-                leftovers.add(Kind.ASSIGNED, self._inputs.assigned_in_parts)
             if timeline.recording:
                 timeline.mark(timeline.GATHER)
             is_summed = call.sync_context is not None and self._tracked
-            if not call.arguments.is_flat:
-                call.arguments.warn_of_split_lists(outputs, call.sizes, self._model.first_steps.warnings)
             matched = Outputs(outputs, call.rules, call.sizes, self._replicas.live_of, is_summed=is_summed)
             del outputs
             if self._replay is not None:
@@ -465,8 +460,6 @@ class Forward:
                 self._containers = ContainerSnapshot(
                     chain(*[vars(module).values() for module in pool.blueprint.modules])
                 )
-        if self._replicas.are_new and self._model.first_steps.leftovers.looks and not self._is_again:
-            looks.append(self._replicas.watched(self._inputs.shards))
         return looks if structure is None else [*looks, *self._first_looks(structure, has_several)]
 
     def _structure_of_first_steps(self, kind: tuple[Any, ...], has_several: bool) -> Hashable | None:
@@ -497,7 +490,7 @@ class Forward:
         blueprint, replicas = pool.blueprint, self._replicas.each
         own = [module for replica in replicas for module in replica.modules]
         search = Search(blueprint.modules, blueprint.names, inputs, blueprint.observers, own)
-        of_call = inputs.values(), call.sizes_of_runs, call.devices_of_runs, call.rules.dim
+        of_call = inputs.values(), call.devices_of_runs
         found = first_steps.looks(structure, search, *of_call, in_threads=len(call.devices) > 1)
         self._writes = next((look for look in found if isinstance(look, SharedWrites)), None)
         return [*looks, *found]

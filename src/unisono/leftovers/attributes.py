@@ -11,8 +11,7 @@ forward returns as well, a cached property, a clock.
 
 Of a module's only replica, that of a rank with one device, all is kept that does not refer to the replica inside.
 
-Also here: attributes in `__slots__`, of parameters (`weight.grad_sample`) and of inputs (`x.scale`). They are looked at
-in the first forward of new replicas.
+What forward leaves in `__slots__`, on tensors (`weight.grad_sample`, `x.scale`) and in inputs is verify's to find.
 """
 
 import functools
@@ -24,16 +23,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from unisono.leftovers.report import Kind, Leftovers
 from unisono.leftovers.shared import function_of
 from unisono.primitives import pytree
-from unisono.primitives.batch_types import batch_type_of
 from unisono.primitives.blueprint import HOOKS, STAMPED
-from unisono.primitives.change_tracking import GONE, Change, ContainerSnapshot, DictSnapshot
+from unisono.primitives.change_tracking import GONE, Change, DictSnapshot
 from unisono.primitives.object_state import is_equal
 from unisono.primitives.references import references
-from unisono.primitives.shared_iterators import SharedIterator
-from unisono.primitives.visitor import INERT, LARGE, TRACKED, Place, Step, filled_slots, held, references_of, visit
+from unisono.primitives.visitor import INERT, LARGE, Place, Step, held, references_of, visit
 from unisono.runtime import devices as _devices
 from unisono.runtime import torch_private
 
@@ -41,7 +37,7 @@ _CLOCKS = (time.time, time.monotonic, time.perf_counter)
 _LONGEST_S = 10.0  # between the moment when forward has read a clock, and this comparison
 _OF_EVERY_MODULE = {*nn.Module().__dict__} - {"training"}
 # Of torch's own classes, the attributes that follow from others: they are assigned again where they are used.
-_DERIVED = {"_flat_weights", "_flat_weight_refs"}
+DERIVED = {"_flat_weights", "_flat_weight_refs"}
 _NUMBERS = (int, float, complex)
 
 
@@ -200,16 +196,16 @@ class AnyReplicas:
         self.modules = [[each[path] for path in common] for each in by_path]
         is_live = any(a is b for a, b in zip(self.live_modules, self.modules[0] if self.modules else (), strict=False))
         self._each = [] if is_live else [module for modules in self.modules for module in modules]
-        self._dicts = DictSnapshot(attribute_dicts_of(self._each))
+        self._dicts, self._num_hooks = DictSnapshot(attribute_dicts_of(self._each)), num_hooks_of(self._each)
 
     def commit(self, rows: Collection[int], outputs: Sequence[Any]) -> Iterator[str]:
         """Give the module what all replicas have set alike; yield the paths of what is lost."""
-        if self._dicts.is_current():
+        if self._dicts.is_current() and num_hooks_of(self._each) == self._num_hooks:
             return
         before = self._dicts.copies
         changes = [change for change in self._dicts.changes() if change[0] < len(self.names)]
         alike, lost, unread = told_apart(changes, before, self.modules, rows, ids_of_leaves(outputs))
-        if not keep_hooks(self._dicts, self._each, self.live_modules):
+        if not keep_hooks(self._dicts, self._each, self.live_modules, self._num_hooks):
             yield from registered(self._dicts, self._each, self.names * len(self.modules))
         elif not lost and not unread:
             for number, key, value in alike:
@@ -234,7 +230,7 @@ def has_rows(value: Any, rows: Collection[int]) -> bool:
 
 def _is_computed(module: nn.Module, key: str) -> bool:
     """Return whether torch computes an attribute in front of each forward: weight_norm, spectral_norm, prune."""
-    if key in _DERIVED and isinstance(module, nn.RNNBase):
+    if key in DERIVED and isinstance(module, nn.RNNBase):
         return True
     hooks = [hook for hook in module._forward_pre_hooks.values() if type(hook).__module__.startswith("torch.nn.utils.")]
     return any(key in vars(hook).values() for hook in hooks)
@@ -259,6 +255,11 @@ def registered(snapshot: DictSnapshot, modules: Sequence[nn.Module], names: Sequ
         snapshot: of `attribute_dicts_of(modules)`.
         names: of the modules.
     """
+    for module, name in zip(modules, names, strict=True):
+        hooked = [
+            key for key, each in module._parameters.items() if each is not None and torch_private.num_hooks([each])
+        ]
+        yield from (f"{path_of(name, key)} (a hook)" for key in hooked)
     for number, key, _ in snapshot.changes():
         kind, index = divmod(number, len(modules))
         if not kind or isinstance(modules[index], torch.jit.ScriptModule):  # a scripted module's are TorchScript's
@@ -269,7 +270,15 @@ def registered(snapshot: DictSnapshot, modules: Sequence[nn.Module], names: Sequ
             yield path_of(names[index], key)
 
 
-def keep_hooks(snapshot: DictSnapshot, modules: Sequence[nn.Module], live_modules: Sequence[nn.Module]) -> bool:
+def num_hooks_of(modules: Sequence[nn.Module]) -> int:
+    """Return how many hooks are on the modules' parameters."""
+    parameters = [each for module in modules for each in module._parameters.values() if each is not None]
+    return torch_private.num_hooks(parameters)
+
+
+def keep_hooks(
+    snapshot: DictSnapshot, modules: Sequence[nn.Module], live_modules: Sequence[nn.Module], num_hooks: int = 0
+) -> bool:
     """Give live modules the hooks that all replicas have registered alike, if these refer to no replica.
 
     Return whether that was all that was registered since a snapshot: layers, parameters and other hooks are lost with
@@ -278,7 +287,10 @@ def keep_hooks(snapshot: DictSnapshot, modules: Sequence[nn.Module], live_module
     Args:
         snapshot: of `attribute_dicts_of(modules)`.
         modules: of all replicas, one replica after the other.
+        num_hooks: how many their parameters had before.
     """
+    if num_hooks_of(modules) != num_hooks:  # on parameters
+        return False
     of_each: dict[int, list[tuple[str, int, Any, Any]]] = {}
     changes = snapshot.changes()
     for number, key, value in changes:
@@ -304,130 +316,3 @@ def keep_hooks(snapshot: DictSnapshot, modules: Sequence[nn.Module], live_module
 
 def _code_of(hook: Any) -> Any:
     return getattr(function_of(hook), "__code__", type(hook))
-
-
-class NewReplicas:
-    """What the replicas of one forward have before it, beside their attributes; in their first forward.
-
-    Args:
-        leftovers: of the model; takes note of what is found.
-        replicas: the modules of each.
-        live_modules: those of which they are replicas, with the names of these.
-        shards: the replicas' positional and keyword inputs.
-    """
-
-    def __init__(
-        self,
-        leftovers: Leftovers,
-        replicas: Sequence[Sequence[nn.Module]],
-        live_modules: Sequence[nn.Module],
-        names: Sequence[str],
-        shards: Sequence[tuple[tuple[Any, ...], dict[str, Any]]],
-    ) -> None:
-        self._leftovers = leftovers
-        self._modules = [module for modules in replicas for module in modules]
-        self._live_modules = [*live_modules] * len(replicas)
-        self._names = [*names] * len(replicas)
-        self._shards = [*shards]
-
-    def begin(self) -> None:
-        """Take what the replicas have: forward begins."""
-        self._containers = [*self._own_containers()]
-        self._tensors = {id(tensor): (name, tensor) for name, tensor in self._named_tensors()}
-        self._of_tensors = [*map(_attributes_of, self._tensors.values())]
-        self._num_hooks = [torch_private.num_hooks([tensor]) for _, tensor in self._tensors.values()]
-        self._inputs = WatchedInputs(self._shards)
-        self._slots = dict(self._filled_slots())
-
-    def end(self, outputs: Sequence[Any] = (), /) -> None:
-        """Add what is found to the leftovers, but for what forward returns."""
-        self._leftovers.add(Kind.ASSIGNED, self._assigned(ids_of_leaves(outputs)))
-
-    def _assigned(self, returned: Collection[int]) -> Iterator[str]:
-        for attribute, container in self._containers:
-            if not container.is_current():
-                yield attribute
-        of_tensors = zip(self._tensors.values(), self._of_tensors, self._num_hooks, strict=True)
-        for (name, tensor), of_tensor, num_hooks in of_tensors:
-            yield from _added(name, tensor, of_tensor)
-            if torch_private.num_hooks([tensor]) > num_hooks:
-                yield f"{name} (a hook)"
-        for slot, now in self._filled_slots():
-            if now is not (before := self._slots.get(slot, GONE)) and not is_equal(before, now):
-                yield slot[1]
-        yield from self._inputs.assigned(returned)
-
-    def _own_containers(self) -> Iterator[tuple[str, ContainerSnapshot]]:
-        """Yield the containers that a replica has in place of the live module's, because they hold layers or weights.
-
-        Not of a class that says itself what its replicas do not share.
-        """
-        for module, live, name in zip(self._modules, self._live_modules, self._names, strict=True):
-            if not type(module)._replicate_for_data_parallel.__module__.startswith("torch."):
-                continue
-            for key, value in vars(module).items():
-                is_own = type(value) in TRACKED and value is not live.__dict__.get(key, GONE)
-                if is_own and key not in _OF_EVERY_MODULE and key not in _DERIVED:
-                    yield path_of(name, key), ContainerSnapshot([value], [live.__dict__.get(key)])
-
-    def _filled_slots(self) -> Iterator[tuple[tuple[int, str], Any]]:
-        """Yield what modules have in slots of their classes, by number of the module and path."""
-        classes = {*map(type, self._modules)}
-        has_slots = {cls: any(vars(base).get("__slots__") for base in cls.__mro__) for cls in classes}
-        for number, (module, name) in enumerate(zip(self._modules, self._names, strict=True)):
-            if has_slots[type(module)]:
-                for key, _, value in filled_slots(module):
-                    yield (number, path_of(name, key)), value
-
-    def _named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for module, name in zip(self._modules, self._names, strict=True):
-            for key, tensor in (*module._parameters.items(), *module._buffers.items()):
-                if tensor is not None:
-                    yield path_of(name, key), tensor
-
-
-class WatchedInputs:
-    """What some inputs, positional and keyword ones, hold before forward runs with them."""
-
-    def __init__(self, shards: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]) -> None:
-        self._shards = [*shards]
-        self._leaves = [_leaves(shard) for shard in shards]
-        self._attributes = [[*map(_attributes_of, leaves.items())] for leaves in self._leaves]
-
-    def assigned(self, returned: Collection[int] = ()) -> Iterator[str]:
-        """Yield the path of each attribute and each entry of the inputs that was assigned or removed since.
-
-        Args:
-            returned: ids of what forward returns.
-        """
-        for shard, leaves, attributes in zip(self._shards, self._leaves, self._attributes, strict=True):
-            for named, of_leaf in zip(leaves.items(), attributes, strict=True):
-                yield from _added(*named, of_leaf)
-            now = _leaves(shard)
-            new = {where: leaf for where, leaf in now.items() if leaf is not leaves.get(where, GONE)}
-            yield from (where for where, leaf in new.items() if id(leaf) not in returned)
-            yield from leaves.keys() - now.keys()
-
-
-def _leaves(shard: tuple[tuple[Any, ...], dict[str, Any]]) -> dict[str, Any]:
-    args, kwargs = shard
-    return {**dict(pytree.leaves(args, "inputs")), **dict(pytree.leaves(kwargs, "kwargs"))}
-
-
-def _attributes_of(named: tuple[str, Any]) -> Mapping[str, Any]:
-    """Return the attributes that an object has now; nothing of what has none of its own, is a batch, or is used up."""
-    _, value = named
-    if isinstance(value, nn.Module | types.ModuleType | type | SharedIterator) or batch_type_of(value) is not None:
-        return {}
-    return dict(getattr(value, "__dict__", ()))
-
-
-def _added(name: str, value: Any, before: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the path of each attribute that was assigned to a tensor or an input."""
-    for key, now in _attributes_of((name, value)).items():
-        if now is before.get(key, GONE) or key.startswith("_dynamo_"):  # the latter: marks of torch.compile's
-            continue
-        # A tensor of a class of its own may hold its data there.
-        is_data = isinstance(value, torch.Tensor) and type(value) not in (torch.Tensor, nn.Parameter) and key in before
-        if not is_data and not is_equal(before.get(key, GONE), now):
-            yield f"{name}.{key}"

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from unisono.leftovers.generators import OWN, GeneratorStates, generators_among, names_generators
+from unisono.leftovers.generators import OWN, GeneratorStates, generators_among
 from unisono.leftovers.report import Kind, Leftovers
 from unisono.leftovers.shared import Search, SharedWrites
 from unisono.leftovers.thread_locals import ThreadLocals
@@ -76,9 +76,7 @@ class FirstSteps:
         structure: Hashable,
         search: Search,
         inputs: Iterable[Any],
-        rows: Iterable[int],
         devices: Sequence[torch.device],
-        axis: int = 0,
         *,
         beside_others: bool = False,
         in_threads: bool = True,
@@ -89,14 +87,13 @@ class FirstSteps:
             structure: None: its steps are not counted.
             search: has found what its forward leads to.
             inputs: the leaves of the inputs.
-            rows: how many rows replicas have; `axis`: on which axis.
             devices: the replicas'.
             beside_others: whether the caller's code runs at the same time.
             in_threads: whether replicas run in other threads than the caller's.
         """
         is_first = structure is None or self.is_first(structure)
         add, add_hooks = (partial(self.leftovers.add, kind) for kind in (Kind.SHARED, Kind.HOOKS))
-        writes = SharedWrites(add, add_hooks, search, rows, axis, devices, is_first=is_first)
+        writes = SharedWrites(add, add_hooks, search, devices, is_first=is_first)
         looks: list[Look] = [_Draws(self.leftovers, search, inputs, only_these=beside_others), writes]
         if in_threads:
             looks.append(_ValuesOfOneThread(self.leftovers, ThreadLocals(search)))
@@ -194,7 +191,7 @@ class _Draws:
     """
 
     def __init__(self, leftovers: Leftovers, search: Search, inputs: Iterable[Any], *, only_these: bool) -> None:
-        self._leftovers, self._only_these = leftovers, only_these and not names_generators(search)
+        self._leftovers, self._only_these = leftovers, only_these
         self._generators = generators_among([*(place.value for place in search.places), *inputs])
 
     def begin(self) -> None:

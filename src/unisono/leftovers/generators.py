@@ -7,14 +7,13 @@ run. A generator that has moved while replicas ran is all that can be seen of it
 import pickle
 import random
 import sys
-import types
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from unisono.leftovers.shared import Search, codes_of
+from unisono.leftovers.shared import Search
 from unisono.runtime.rng import state_of
 
 OWN = "a generator of its own"
@@ -37,17 +36,6 @@ def generators_among(values: Iterable[Any]) -> list[Any]:
     found = {id(each): each for each in values if issubclass(type(each), (torch.Generator, random.Random, *of_numpy))}
     # One of the system has no state.
     return [each for each in found.values() if each not in of_process and not isinstance(each, random.SystemRandom)]
-
-
-def names_generators(search: Search) -> bool:
-    """Return whether code that a forward leads to may draw from Python's generator or numpy's, by the names in it."""
-    functions = [place.value for place in search.places if isinstance(place.value, types.FunctionType)]
-    return any(
-        name == "random" or getattr(function.__globals__.get(name), "__self__", None) in _of_process()
-        for function in functions
-        for code in codes_of(function.__code__)
-        for name in code.co_names
-    )
 
 
 def _of_process() -> list[Any]:

@@ -11,8 +11,8 @@ differs after the forward. One search finds it, in the first steps of a structur
 `verify` also searches what a program rarely writes into: attributes of classes, other files, values of the thread and
 of the context, iterators, and texts.
 
-An entry that is added to a dict, or put in the place of None, is taken for a cache as long as nothing in it depends on
-rows (`_depends_on_rows`); if a later step replaces it by another value, it is none.
+An entry that is added to a dict, or put in the place of None, is taken for a cache; if a later step replaces it by
+another value, it is none.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ from torch import nn
 
 from unisono.primitives.blueprint import HOOKS
 from unisono.primitives.change_tracking import GONE
-from unisono.primitives.object_state import is_equal, state_of
+from unisono.primitives.object_state import is_equal
 from unisono.primitives.references import MODES
 from unisono.primitives.visitor import (
     CONTAINERS,
@@ -125,6 +125,7 @@ class Search:
     Attributes:
         places: all that was found, near ones first.
         hooks: the names of the hooks among the roots.
+        is_thorough: whether this is `verify`, which tells caches by repeating the step.
     """
 
     def __init__(
@@ -135,7 +136,7 @@ class Search:
         observers: Iterable[int] = (),
         own: Iterable[nn.Module] = (),
     ) -> None:
-        self._is_thorough = draws_off.are_off()  # in `verify`
+        self.is_thorough = draws_off.are_off()
         self._own = {id(module) for module in (*modules, *own)}
         self.hooks: set[str] = set()
         roots = [*self._hooks(modules, names, observers)]
@@ -152,7 +153,7 @@ class Search:
                 roots += [Place(each, f"{path}{text.format(key)}") for (text, key), each in self.inside(value)]
         tensors = [[*module._parameters.values(), *module._buffers.values()] for module in (*modules, *own)]
         seen = {id(tensor) for each in tensors for tensor in each}
-        most = float("inf") if self._is_thorough else _MOST
+        most = float("inf") if self.is_thorough else _MOST
         self.places = [place for place, _ in visit(roots, self._followed, most, _SKIPPED, seen)]
 
     def _hooks(self, modules: Sequence[nn.Module], names: Sequence[str], observers: Iterable[int]) -> Iterator[Place]:
@@ -192,9 +193,9 @@ class Search:
             for name in code.co_names:
                 value: Any = variables.get(name)
                 if is_a(value, types.FunctionType):
-                    is_followed = value.__globals__ is variables or self._is_thorough
+                    is_followed = value.__globals__ is variables or self.is_thorough
                 else:
-                    is_followed = self._is_thorough and is_a(value, type) and bool(name_of_file(value.__module__))
+                    is_followed = self.is_thorough and is_a(value, type) and bool(name_of_file(value.__module__))
                 if is_followed:
                     yield name, value
 
@@ -228,11 +229,11 @@ class Search:
         elif is_a(value, bytearray | array):
             yield ("", bytes), zlib.crc32(value)
         elif is_a(value, type):
-            if self._is_thorough and name_of_file(value.__module__):
+            if self.is_thorough and name_of_file(value.__module__):
                 for name, each in [*vars(value).items()]:
                     if not (name.startswith("__") or hasattr(type(each), "__get__")):
                         yield (f"={value.__name__}.{{}}", name), each
-        elif self._is_thorough and (rare := _state_of_rare(value)) is not None:
+        elif self.is_thorough and (rare := _state_of_rare(value)) is not None:
             yield ("", value), rare
         elif _top_package(type(value).__module__) not in _SERVICES:
             attributes = attributes_of(value)
@@ -255,11 +256,11 @@ class Search:
                     continue
                 if not is_a(each, types.ModuleType):
                     yield (f"={{}} (global of {file})", name), each
-                elif self._is_thorough and (other := name_of_file(each.__name__)):
+                elif self.is_thorough and (other := name_of_file(each.__name__)):
                     for key, of_other in [*vars(each).items()]:
                         if not key.startswith("__"):
                             yield (f"={{}} (global of {other})", key), of_other
-            if self._is_thorough and "globals" in code.co_names:
+            if self.is_thorough and "globals" in code.co_names:
                 names = [each for each in code.co_consts if type(each) is str and each in variables]
                 yield from (((f"={{}} (global of {file})", name), variables[name]) for name in names)
 
@@ -296,7 +297,6 @@ class SharedWrites:
         add: takes the names of what was written into by forward.
         add_hooks: takes the names of hooks that keep what they see.
         search: what the code of the model leads to.
-        rows: how many rows replicas have; `axis`: on which axis of a tensor.
         devices: of the replicas.
         is_first: whether this is the first step of its structure.
     """
@@ -306,16 +306,13 @@ class SharedWrites:
         add: Callable[[Iterable[str]], object],
         add_hooks: Callable[[Iterable[str]], object],
         search: Search,
-        rows: Iterable[int],
-        axis: int,
         devices: Sequence[torch.device],
         *,
         is_first: bool = True,
     ) -> None:
         self._add, self._add_hooks, self._search = add, add_hooks, search
         self._before: list[tuple[Place, dict[Step, Any]]] = []
-        rows = [*rows]
-        self._rows, self._axis, self._is_first = {*rows} - {0, 1}, axis, is_first
+        self._is_first = is_first
         # What is kept by device is complete, where each replica has its own.
         self._by_device = len({*devices}) < len(devices)
 
@@ -360,37 +357,15 @@ class SharedWrites:
             return False
         if before is GONE or before is None:
             is_one_more = before is GONE and is_a(holder, list | deque)
-            by_hook = by_hook and not is_a(now, bool | str | types.FunctionType)
-            return is_one_more or by_hook or self._depends_on_rows(None if is_a(holder, set) else key, now)
+            return (
+                is_one_more or self._search.is_thorough or (by_hook and not is_a(now, bool | str | types.FunctionType))
+            )
         if now is GONE:
             return True
         if is_equal(before, now):
             return False
         says_how = type(now) in MODES or isinstance(now, type | types.FunctionType | types.ModuleType)
         return not (says_how and self._is_first)  # a flag, as of what was made or said once
-
-    def _depends_on_rows(self, key: Any, value: Any) -> bool:
-        """Return whether what was added under a key may depend on the rows of the replica that has added it."""
-        if type(value) in (list, tuple, dict, torch.Size) and type(key) is str:
-            inside = value.values() if isinstance(value, dict) else value
-            if any(self._depends_on_rows(key, each) for each in inside):
-                return True
-        if isinstance(value, int) and not isinstance(value, bool):
-            return value in self._rows and value != key
-        if isinstance(value, float | complex):
-            return key is None or isinstance(key, str)
-        sizes = {each for each in (key if isinstance(key, tuple) else (key,)) if type(each) is int}
-        return any(self._has_rows(each, sizes, is_named=isinstance(key, str)) for each in state_of(value).values())
-
-    def _has_rows(self, value: Any, in_key: set[int], *, is_named: bool) -> bool:
-        if isinstance(value, torch.Tensor) and value.requires_grad:
-            return True
-        shape = getattr(value, "shape", None)
-        if shape is None:
-            return False
-        if not len(shape):
-            return is_named
-        return bool({*shape[self._axis : self._axis + 1]} & self._rows - in_key) or shape[0] in self._rows - in_key
 
 
 def _name(place: Place, step: Step) -> str:

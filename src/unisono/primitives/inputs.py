@@ -1,8 +1,9 @@
 """Inputs: the arguments of one call, leaf by leaf, and each replica's part of them."""
 
 import copy
+import io
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import cycle, islice
 from typing import Any, TypeAlias
 
@@ -11,16 +12,14 @@ import torch
 from unisono.primitives import pytree
 from unisono.primitives.batch_types import BatchType, batch_type_of
 from unisono.primitives.dims import in_dims_of, spread_inputs
-from unisono.primitives.output_rows import ROWS
 from unisono.primitives.placements import Placement, Replicate, Shard, Single, can_be_placed, cannot_be_placed
 from unisono.primitives.references import MODES
 from unisono.primitives.sample_lists import (
     SampleList,
+    may_be_samples,
     split_lists,
-    warn_of_whole_lists,
     with_entries,
 )
-from unisono.primitives.shared_iterators import SharedIterator, is_iterator
 from unisono.primitives.tensor_attributes import carry_attributes
 from unisono.runtime import devices as _devices
 from unisono.runtime.errors import add_note
@@ -29,24 +28,13 @@ from unisono.runtime.model_warnings import ModelWarnings
 # Makes each replica's part from a tensor and its placement.
 Place = Callable[[torch.Tensor, Placement], Sequence[Any]]
 
-_ONLY_LISTS = "lists as the only input"  # a kind of warnings
 _NAMED = 8  # inputs that a message names at most
-_WHOLE_ARRAY = (
-    "{path} of type {type} has as many entries as the batch has rows, but it is not a tensor, so every "
-    "replica gets all of it. If each entry belongs to a row (a sample of the batch), give a tensor "
-    "(torch.from_numpy) or a unisono.SampleList. If every replica needs all: in_dims={in_dims}."
+_WHOLE = (
+    "{path}: if each entry belongs to a row (a sample of the batch), give a tensor or a unisono.SampleList, or "
+    "register how its class is split (unisono.register_batch_type). It has as many entries as the batch has rows, and "
+    "every replica gets all of it. If every replica needs all: in_dims={in_dims}."
 )
-_WHOLE_OBJECT = (
-    "{path} of type {type} holds {held} with as many entries as the batch has rows. unisono does not know "
-    "how to split this class, so every replica gets all of it. If each entry belongs to a row (a sample of "
-    "the batch), register how it is split (unisono.register_batch_type), or give its tensors one by one. If "
-    "every replica needs all: in_dims={in_dims}."
-)
-_SPLIT_LIST = (
-    "{path} is a {type} of {entries} entries: the tensors inside each entry are split, as in torch, and not "
-    "the {type} itself. If each entry is a row (a sample of the batch), give unisono.SampleList({path}). If "
-    "each tensor is a whole batch: in_dims={dim}."
-)
+_ITERATOR = "{path} is an iterator, of which each replica would take some of the items. Give a list of them: [*{path}]."
 _SPLIT = (
     "the inputs were split by rows, {sizes}: {each}. If an input has no batch dimension (class weights, a "
     "table, weights of layers), give every replica all of it, such as in_dims={in_dims}"
@@ -90,15 +78,13 @@ class Arguments:
         axes: Sequence[int | None] | None = None,
     ) -> None:
         self._inputs, self._kwargs, self._dim = inputs, kwargs, dim
-        self._axes_are_given = axes is not None or in_dims is not ...
         self.is_flat = pytree.is_flat(inputs) and (not kwargs or pytree.is_flat(kwargs))
         self._specs: tuple[pytree.Spec, pytree.Spec] | None = None
         if self.is_flat:  # the common case, without pytree's cost
             self.leaves = [*inputs, *kwargs.values()]
             self._batch_types: list[BatchType | None] = [None] * len(self.leaves)
         else:
-            leaves = self._flatten()
-            self.leaves = [SharedIterator.each(leaf, 1)[0] if is_iterator(leaf) else leaf for leaf in leaves]
+            self.leaves = self._flatten()
             self._batch_types = [*map(batch_type_of, self.leaves)]
         self.flags: Flags = tuple([each if type(each) in MODES else type(each) for each in self.leaves]), (*kwargs,)
         if axes is not None:
@@ -179,9 +165,13 @@ class Arguments:
             there = _named([paths[number] for number in elsewhere])
             in_dims = in_dims_with(dict.fromkeys(others) | elsewhere)
             remedies.append(f"If the batch of {there} is on another dimension: DataParallel(..., in_dims={in_dims}).")
-        lists, are_all = self._lists_of_rows(counts, others)
+        lists = self._lists()
         if lists:
-            remedies.append(f"If each entry of {_named(lists)} belongs to a row, give a unisono.SampleList.")
+            named = _named([path for path, _ in lists])
+            remedies.append(f"If each entry of {named} belongs to a row, give a unisono.SampleList.")
+        # A list of two may be a pair.
+        inside = tuple([f"{path}[" for path, spec in lists if len(spec.specs) > 2])
+        are_all = all(paths[number].startswith(inside) for number in others)
         if not are_all:
             batches = [first]  # or what most have
             if len(elsewhere) < len(others):
@@ -195,23 +185,10 @@ class Arguments:
             f"cannot scatter tensors with different numbers of rows (samples): {each}. {' '.join(remedies)}"
         )
 
-    def _lists_of_rows(self, counts: dict[int, int], others: Sequence[int]) -> tuple[list[str], bool]:
-        """Return the paths of lists that may have one entry for each row; and whether `others` are in such ones only.
-
-        Likely numbers of entries are the rows of a tensor, and the entries of a list whose tensors differ in their
-        rows, such as pictures. A list of two may be a pair.
-        """
+    def _lists(self, fewest: int = 2) -> list[tuple[str, pytree.Spec]]:
+        """Return the lists that have at least so many alike entries with tensors, each with its path."""
         of_inputs, of_kwargs = self._structure()
-        paths = self.paths()
-        inside = {
-            (path, len(spec.specs)): {number for number in counts if paths[number].startswith(f"{path}[")}
-            for path, spec in [*split_lists(of_inputs, "inputs"), *split_lists(of_kwargs, "kwargs")]
-        }
-        likely = {entries for (_, entries), numbers in inside.items() if len({counts[each] for each in numbers}) > 1}
-        likely |= {*counts.values()}
-        found = {key: numbers for key, numbers in inside.items() if key[1] in likely}
-        in_lists = set().union(*(numbers for (_, entries), numbers in found.items() if entries > 2))
-        return [path for path, _ in found], in_lists.issuperset(others)
+        return [*split_lists(of_inputs, "inputs", fewest), *split_lists(of_kwargs, "kwargs", fewest)]
 
     def split(
         self, sizes: Sequence[int], place: Place, warnings: ModelWarnings | None = None, *, in_parts: bool = False
@@ -225,8 +202,12 @@ class Arguments:
             in_parts: whether a replica runs its rows in parts.
         """
         sizes = tuple(sizes)
+        for number, leaf in enumerate(self.leaves if len(sizes) > 1 and not self.is_flat else ()):
+            if isinstance(leaf, Iterator) and not isinstance(leaf, io.IOBase):
+                raise TypeError(_ITERATOR.format(path=self.paths()[number]))
         if warnings is not None and not self.is_flat and self.rows is not None and (len(sizes) > 1 or in_parts):
-            self._warn_of_lists(self.rows, warnings)
+            for path, numbers in self.whole_with_rows():
+                warnings.give(_WHOLE.format(path=path, in_dims=self.in_dims_with_whole(numbers)))
         split = [
             _parts(leaf, axis, batch_type, sizes, place)
             for leaf, axis, batch_type in zip(self.leaves, self.axes, self._batch_types, strict=True)
@@ -236,63 +217,6 @@ class Arguments:
             of_replicas = zip(*split, strict=True) if split else [()] * len(sizes)
             return [(parts[:num], dict(zip(names, parts[num:], strict=True))) for parts in of_replicas]
         return [self._with_leaves([parts[index] for parts in split]) for index in range(len(sizes))]
-
-    def _warn_of_lists(self, rows: int, warnings: ModelWarnings) -> None:
-        """Warn of lists and arrays that may have one entry a row, and go whole to every replica."""
-        following = zip(self.leaves, self.axes, strict=True)
-        for spec, name in zip(self._structure(), ("inputs", "kwargs"), strict=True):
-            warn_of_whole_lists(spec, name, following, rows, warnings)
-        for number, (leaf, axis) in enumerate(zip(self.leaves, self.axes, strict=True)):
-            if axis is None or self._batch_types[number] is not None or rows < 2:
-                continue
-            has_entries = _num_entries(leaf, axis) == rows
-            held = None if has_entries else _held_by_rows(leaf, axis, rows)
-            if has_entries or held is not None:
-                path, in_dims = self.paths()[number], self.in_dims_with_whole([number])
-                text = _WHOLE_ARRAY if held is None else _WHOLE_OBJECT
-                warnings.give(text.format(path=path, type=type(leaf).__name__, held=held, in_dims=in_dims))
-
-    def warn_of_split_lists(self, outputs: Sequence[Any], sizes: Sequence[int], warnings: ModelWarnings) -> None:
-        """Warn of a list of tensors as the only input, where the outputs do not show that it is a container.
-
-        A module that takes the tensors for batches returns as many rows as its shards have. One that takes each for a
-        row returns as many as the list has entries. Once a model.
-
-        Args:
-            outputs: one a replica.
-            sizes: the replicas' rows.
-            warnings: of the model.
-        """
-        if self.is_flat or len(sizes) < 2 or self._axes_are_given or warnings.has_given(_ONLY_LISTS):
-            return
-        lists, dim = self._split_lists(), self._dim
-        if not lists:
-            return
-        found = [
-            {t.shape[dim] for _, t in pytree.tensors(output) if not t.is_nested and -t.dim() <= dim < t.dim()}
-            for output in outputs
-        ]
-        has_rows = all(size in of_replica for size, of_replica in zip(sizes, found, strict=True))
-        for path, value in lists:
-            if not has_rows or all(len(value) in of_replica for of_replica in found):
-                text = _SPLIT_LIST.format(path=path, type=type(value).__name__, entries=len(value), dim=dim)
-                warnings.give(text, _ONLY_LISTS)
-                if not has_rows:
-                    warnings.leave_out(ROWS)  # they are those of the list, of which this warning says more
-        warnings.leave_out(_ONLY_LISTS)  # also where the outputs show what it is
-
-    def _split_lists(self, fewest: int = 2) -> list[tuple[str, Any]]:
-        """Return the lists in which each entry is split, if no other tensors are inputs: paths and values.
-
-        Lists of one entry are a usual form of inputs: they are among these only if `fewest` is 1.
-
-        Beside a tensor such a list is known to be a container, because entries have the batch's rows.
-        """
-        of_inputs, of_kwargs = self._structure()
-        lists = [*split_lists(of_inputs, "inputs", fewest), *split_lists(of_kwargs, "kwargs", fewest)]
-        if sum(isinstance(leaf, torch.Tensor) for leaf in self.leaves) > sum(_num_tensors(spec) for _, spec in lists):
-            return []
-        return [(path, spec.value) for path, spec in lists]
 
     def _split_numbers(self) -> list[int]:
         """Return the numbers of the tensors that are split."""
@@ -320,14 +244,32 @@ class Arguments:
         doubted = sorted(split[1:], key=lambda i: (tensors[i].dim(), not tensors[i].dtype.is_floating_point))
         return [*([number] for number in doubted), split[1:], split[:1]]
 
-    def whole_with_rows(self) -> list[str]:
-        """Return the paths of inputs that are no tensors, go whole to every replica, and have an entry a row."""
-        each = zip(self.paths(), self.leaves, self.axes, self._batch_types, strict=True)
-        return [
-            path
-            for path, leaf, axis, batch_type in each
-            if axis is not None and batch_type is None and self.rows is not None and _may_be_rows(leaf, axis, self.rows)
-        ]
+    def whole_with_rows(self) -> list[tuple[str, range]]:
+        """Return what goes whole to every replica and may have an entry a row: its path, and the numbers of its leaves.
+
+        Lists, arrays, and objects that hold a tensor or an array.
+        """
+        found: list[tuple[str, range]] = []
+        rows, start = self.rows or 0, 0
+        for structure, name in zip(self._structure(), ("inputs", "kwargs"), strict=True):
+            for path, spec, inside in structure.parts(name, start):
+                is_whole = all(map(self._is_whole, inside)) and spec is not structure
+                is_named = any(inside.start in numbers for _, numbers in found)
+                if is_whole and not is_named and rows > 1 and self._may_have_rows(spec, inside, rows):
+                    found.append((path, inside))
+            start += structure.num_leaves()
+        return found
+
+    def _is_whole(self, number: int) -> bool:
+        """Return whether a leaf is not split, and nothing says that this is meant."""
+        is_split = isinstance(self.leaves[number], torch.Tensor) or self._batch_types[number] is not None
+        return not is_split and self.axes[number] is not None
+
+    def _may_have_rows(self, spec: pytree.Spec, inside: range, rows: int) -> bool:
+        if spec.keys is not None:
+            return len(spec.keys) == rows and may_be_samples(spec.value)
+        leaf, axis = self.leaves[inside.start], self.axes[inside.start]
+        return axis is not None and (_num_entries(leaf, axis) == rows or _holds_rows(leaf, axis, rows))
 
     def described(self, numbers: Sequence[int]) -> str:
         """Return the paths of tensors, with their shapes and the axes along which they are split."""
@@ -342,12 +284,15 @@ class Arguments:
         if self.rows is None:
             return self._arrays()
         split = self._split_numbers()
-        lists = self._split_lists(fewest=1 if len(split) == 1 else 2)
-        if len(sizes) < 2 or not split or (len(split) == 1 and not lists and self.leaves[split[0]].dim() == 1):
+        lists = self._lists(fewest=1 if len(split) == 1 else 2)
+        # Beside another tensor a list is known to be a container, because its entries have the batch's rows.
+        num_tensors = sum(isinstance(leaf, torch.Tensor) for leaf in self.leaves)
+        are_entries = bool(lists) and num_tensors == sum(_num_tensors(spec) for _, spec in lists)
+        if len(sizes) < 2 or not split or (len(split) == 1 and not are_entries and self.leaves[split[0]].dim() == 1):
             return None
         each = self.described(split)
         rows = f"{self.rows} = {' + '.join(map(str, sizes))}"
-        if lists:
+        if are_entries:
             return _SPLIT_ENTRIES.format(sizes=rows, each=each)
         if len(split) == 1:
             return _SPLIT_ONLY.format(sizes=rows, each=each, in_dims=self._in_dims_elsewhere(split[0]))
@@ -453,20 +398,15 @@ def _num_tensors(spec: pytree.Spec) -> int:
     return sum([_num_tensors(child) for child in spec.specs])
 
 
-def _may_be_rows(leaf: Any, axis: int, rows: int) -> bool:
-    entries = len(leaf) if isinstance(leaf, str | bytes) else _num_entries(leaf, axis)
-    return rows > 1 and (entries == rows or _held_by_rows(leaf, axis, rows) is not None)
-
-
-def _held_by_rows(leaf: Any, axis: int, rows: int) -> str | None:
-    """Return the attribute of an object that is a tensor or an array with as many entries as rows; None: none is."""
+def _holds_rows(leaf: Any, axis: int, rows: int) -> bool:
+    """Return whether an attribute of an object is a tensor or an array with as many entries as rows."""
     if type(leaf) in MODES or isinstance(leaf, torch.Tensor | torch.nn.Module | type | Callable):
-        return None
+        return False
     try:
-        held = {name: each.shape for name, each in vars(leaf).items() if hasattr(each, "shape")}
-        return next((n for n, s in held.items() if len(s) and -len(s) <= axis < len(s) and s[axis] == rows), None)
+        held = [each.shape for each in vars(leaf).values() if hasattr(each, "shape")]
+        return any(len(shape) and -len(shape) <= axis < len(shape) and shape[axis] == rows for shape in held)
     except Exception:  # noqa: BLE001 - the code of a user's class
-        return None
+        return False
 
 
 def _num_entries(leaf: Any, axis: int) -> int | None:
@@ -505,7 +445,7 @@ def _parts(
     if isinstance(leaf, torch.Tensor):
         return place(leaf, Shard(axis, sizes) if axis is not None and leaf.dim() else Replicate())
     if batch_type is None:
-        return SharedIterator.each(leaf, len(sizes)) if isinstance(leaf, SharedIterator) else [leaf] * len(sizes)
+        return [leaf] * len(sizes)
     shards = list(batch_type.scatter(leaf, list(sizes))) if axis is not None else [leaf] * len(sizes)
     if len(shards) != len(sizes):
         raise ValueError(

@@ -5,17 +5,16 @@ decide what is said, once a model, and never how an output is joined.
 
 What is said of each kind of output that no option describes:
 
-    numbers, 0-dim tensors   they become a list, or a vector, with one entry a replica: that is always said
-    lists                    entry i of all replicas is joined: said where there are as many entries as the replica has
-                             rows, and entries that belong to rows would be another value
-    tensors                  they are joined along an axis: said where entries there may be lost or doubled. Not where
-                             each replica has as many times its rows (tokens), or its own number (rows that it chose)
-    sizes (torch.Size)       they are that of a replica's output: said where they have a replica's number of rows
+    numbers    they become a list with one entry a replica: that is always said
+    lists      entry i of all replicas is joined: said where there are as many entries as each replica has rows, and
+               they have no rows themselves
+    tensors    they are joined along an axis: said where entries there may be lost or doubled. Not where each replica
+               has as many times its rows (tokens), or its own number (rows that it chose)
 """
 
 import numbers
 from collections import deque
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -28,35 +27,25 @@ from unisono.runtime.model_warnings import ModelWarnings
 ROWS = "rows of outputs"
 _LISTS = "lists in outputs"
 _NUMBERS = "numbers in outputs"
-_SIZES = "sizes in outputs"
 
 _MOST_NAMED = 4
 _LIST = (
     "{path} is a {kind} with as many entries as each replica has rows (samples): the first entries of all "
     "replicas are joined, then the second ones, and so on, as in torch. If each entry belongs to a row, "
     "return unisono.SampleList(entries). To keep this without the warning: DataParallel(..., "
-    "out_dims={as_now}){or_whole}."
+    "out_dims={as_now}); if every replica returns the same: out_dims={whole}."
 )
-_OR_WHOLE = "; if every replica returns the same: out_dims={whole}"
 _OTHER_ROWS = (
     "{path} of shape {shape} comes from {rows} rows (samples), but has {size} entries on dimension {axis}, "
-    "along which it is joined. Write DataParallel(..., {remedies}. Otherwise return one entry for each row; "
+    "along which it is joined. Write DataParallel(..., out_dims={out_dims}) if {condition}; out_dims={as_now} if the "
+    "entries follow the rows in order, as joined now. Otherwise return one entry for each row; "
     "or, for a sum or mean over rows, a 0-dim tensor with scalars=."
 )
-_ELSEWHERE = (
-    "out_dims={out_dims}) if {condition}; out_dims={as_now} if the entries follow the rows in order, as joined now"
-)
-_FILTERED = "out_dims={as_now}) if the entries follow the rows in order, as when forward filters rows"
 _ONE_NUMBER = (
     "{names} in each replica, computed from its own rows (samples): you get a list with one entry for each "
     'replica. Write DataParallel(..., scalars="mean"), or "sum", for one number; out_dims={whole} if every '
     "replica returns the same; out_dims={as_now} if you want the list. If the numbers belong to rows, return a "
     "tensor or unisono.SampleList(entries)."
-)
-_SIZE = (
-    "{path} is {value} in each replica, which has {rows} of the {total} rows of the batch, and is returned "
-    "unchanged. Take the size of the gathered tensor, outside the model. If the number is not a batch size, "
-    "write DataParallel(..., out_dims={whole})."
 )
 
 
@@ -92,27 +81,24 @@ def warn_of_other_rows(
         return
     others = {number for number in unsaid if len(sizes) > 1 and _has_other_size(leaves[number], sizes)}
     numbers = {number for number in unsaid if _become_a_list(leaves[number])}
-    for path, spec, inside in _containers(output, "output", 0):
+    for path, spec, inside in output.parts("output") if len(sizes) > 1 else ():
         of_list = {number for number in inside if leaves[number].is_unsaid}
-        if not of_list or not _may_have_entries_of_rows(spec, sizes):
-            continue
-        if not of_list & (others | numbers) and not _would_be_another(spec, [leaves[i] for i in inside], sizes):
-            continue
-        if not warnings.has_given(_LISTS):
-            warnings.give(_about_list(path, spec, output, leaves, inside, of_list & others), _LISTS)
-        others -= of_list
-        numbers -= of_list
+        if (
+            of_list
+            and _may_have_entries_of_rows(spec, sizes)
+            and any(i in others or _is_one(leaves[i]) for i in of_list)
+        ):
+            if not warnings.has_given(_LISTS):
+                as_now = _out_dims(output, leaves, {number: leaves[number].axis for number in inside})
+                whole = _out_dims(output, leaves, dict.fromkeys(inside))
+                kind = type(spec.value).__name__
+                warnings.give(_LIST.format(path=path, kind=kind, as_now=as_now, whole=whole), _LISTS)
+            others -= of_list
+            numbers -= of_list
     if others and not warnings.has_given(ROWS):
         warnings.give(_about_tensors(output, leaves, sorted(others), sizes), ROWS)
     if numbers and not warnings.has_given(_NUMBERS):
         warnings.give(_about_numbers(output, leaves, sorted(numbers)), _NUMBERS)
-    if not warnings.has_given(_SIZES):
-        of_rows = next((number for number in unsaid if _is_size_of_rows(leaves[number].given, sizes)), None)
-        if of_rows is not None:
-            path, value = leaves[of_rows].path, leaves[of_rows].given[0]
-            whole = _out_dims(output, leaves, {of_rows: None})
-            text = _SIZE.format(path=path, value=value, rows=sizes[0], total=sum(sizes), whole=whole)
-            warnings.give(text, _SIZES)
 
 
 def _has_other_size(leaf: Leaf, sizes: Sequence[int]) -> bool:
@@ -162,49 +148,15 @@ def is_own_mean(rule: str, given: Sequence[Any]) -> bool:
     return isinstance(first, numbers.Complex) and all(type(v) is type(first) and v == first for v in given)
 
 
-def _is_size_of_rows(given: Sequence[Any], sizes: Sequence[int]) -> bool:
-    if len(sizes) == 1 or not all(isinstance(value, torch.Size) for value in given):
-        return False
-    return len({*sizes}) == 1 and sizes[0] in given[0] and sizes[0] > 0
-
-
-def _containers(spec: pytree.Spec, path: str, start: int) -> Iterator[tuple[str, pytree.Spec, range]]:
-    """Yield the path and the structure of each container, and the numbers of the leaves in it; outer ones first."""
-    if spec.keys is None:
-        return
-    yield path, spec, range(start, start + spec.num_leaves())
-    for key, child in zip(spec.keys, spec.specs, strict=True):
-        yield from _containers(child, path + pytree.step(spec.value, key), start)
-        start += child.num_leaves()
-
-
 def _may_have_entries_of_rows(spec: pytree.Spec, sizes: Sequence[int]) -> bool:
-    """Return whether a container has as many like entries as each replica has rows, and may be a list of rows.
-
-    Lists are, and dicts whose keys number the rows. A tuple may be one value, such as a loss and its terms, unless it
-    holds numbers and strings only.
-    """
-    if {len(spec.specs)} != {*sizes} or not spec.specs:
+    """Return whether a list, or a dict whose keys number its entries, has as many like entries as each replica rows."""
+    if spec.keys is None or {len(spec.specs)} != {*sizes} or not spec.specs:
         return False
-    value = spec.value
-    if isinstance(value, MutableMapping):
-        if [*(spec.keys or ())] != [*range(len(spec.specs))]:
-            return False
-    elif not isinstance(value, list | deque) and not (type(value) is tuple and _has_no_tensors(spec)):
-        return False
-    return len({_form(child) for child in spec.specs if child.value is not None}) <= 1
-
-
-def _has_no_tensors(spec: pytree.Spec) -> bool:
-    values = [leaf.value for leaf in _leaves(spec) if leaf.value is not None]
-    return bool(values) and all(isinstance(value, str | bytes | numbers.Complex) for value in values)
-
-
-def _leaves(spec: pytree.Spec) -> Iterator[pytree.Spec]:
-    if spec.keys is None:
-        yield spec
-    for child in spec.specs:
-        yield from _leaves(child)
+    if isinstance(spec.value, MutableMapping):
+        is_list = [*spec.keys] == [*range(len(spec.specs))]
+    else:
+        is_list = isinstance(spec.value, list | deque)
+    return is_list and len({_form(child) for child in spec.specs if child.value is not None}) <= 1
 
 
 def _form(entry: pytree.Spec) -> Any:
@@ -214,56 +166,9 @@ def _form(entry: pytree.Spec) -> Any:
     return float if isinstance(value, numbers.Real) else type(value)
 
 
-def _would_be_another(spec: pytree.Spec, leaves: Sequence[Leaf], sizes: Sequence[int]) -> bool:
-    """Return whether a list of entries without other sizes looks like one of rows, and would then be another value.
-
-    Numbers and 0-dim tensors of which `scalars` makes one; strings; and the rows of one tensor whose size is that of
-    the replica's rows by accident.
-    """
-    values = [leaf.given[0] for leaf in leaves if leaf.given[0] is not None]
-    if all(isinstance(value, torch.Tensor) and value.dim() for value in values) and values:
-        if len({value.shape for value in values}) > 1 or len(sizes) == 1:
-            return False
-        return _are_rows_of_one(values)
-    if len(sizes) > 1 and all(isinstance(value, str | bytes) for value in values):
-        return True
-    return any(
-        not leaf.is_scalar and (isinstance(leaf.given[0], numbers.Real) or _is_0_dim(leaf.given[0])) for leaf in leaves
-    )
-
-
-def _is_0_dim(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and not value.dim()
-
-
-def _are_rows_of_one(tensors: Sequence[torch.Tensor]) -> bool:
-    """Return whether tensors of one shape lie one after the other in one memory, as the rows of a tensor do.
-
-    One alone does not say: a list of one tensor is a usual form of an output.
-    """
-    if len(tensors) < 2:
-        return False
-    first = tensors[0]
-    try:
-        start, length = first.data_ptr(), first.numel() * first.element_size()
-        return all(t.is_contiguous() and t.data_ptr() == start + i * length for i, t in enumerate(tensors))
-    except RuntimeError:  # a tensor without memory, as in a transform of torch.func
-        return False
-
-
-def _about_list(
-    path: str, spec: pytree.Spec, output: pytree.Spec, leaves: Sequence[Leaf], inside: range, others: set[int]
-) -> str:
-    """Return the warning of a list; `others` are the numbers of its tensors of other sizes."""
-    as_now = _out_dims(output, leaves, {number: leaves[number].axis for number in inside})
-    or_whole = ""
-    if others == {*inside} and all(_have_one_shape(leaves[number]) for number in others):
-        or_whole = _OR_WHOLE.format(whole=_out_dims(output, leaves, dict.fromkeys(inside)))
-    return _LIST.format(path=path, kind=type(spec.value).__name__, as_now=as_now, or_whole=or_whole)
-
-
-def _have_one_shape(leaf: Leaf) -> bool:
-    return len({tensor.shape for tensor in leaf.given}) == 1
+def _is_one(leaf: Leaf) -> bool:
+    """Return whether a leaf has no axis, and `scalars` has no entry for it."""
+    return not leaf.is_scalar and not (isinstance(leaf.given[0], torch.Tensor) and leaf.given[0].dim())
 
 
 def _about_tensors(output: pytree.Spec, leaves: Sequence[Leaf], numbers: Sequence[int], sizes: Sequence[int]) -> str:
@@ -274,19 +179,15 @@ def _about_tensors(output: pytree.Spec, leaves: Sequence[Leaf], numbers: Sequenc
     index = next(
         i for i, (tensor, rows) in enumerate(zip(leaf.given, sizes, strict=True)) if tensor.shape[axis] != rows
     )
-    as_now = _out_dims(output, leaves, {number: leaves[number].axis for number in numbers})
-    remedies = _FILTERED.format(as_now=as_now)
-    if found is not None or _have_one_shape(leaf):
-        condition = "every replica returns the same" if found is None else f"its batch is on dimension {found}"
-        out_dims = _out_dims(output, leaves, rows_on)
-        remedies = _ELSEWHERE.format(out_dims=out_dims, condition=condition, as_now=as_now)
     return _OTHER_ROWS.format(
         path=leaf.path,
         shape=tuple(leaf.given[index].shape),
         rows=sizes[index],
         size=leaf.given[index].shape[axis],
         axis=axis,
-        remedies=remedies,
+        out_dims=_out_dims(output, leaves, rows_on),
+        condition="every replica returns the same" if found is None else f"its batch is on dimension {found}",
+        as_now=_out_dims(output, leaves, {number: leaves[number].axis for number in numbers}),
     )
 
 

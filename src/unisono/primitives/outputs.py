@@ -2,20 +2,16 @@
 
 import math
 import numbers
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import starmap
-from types import NoneType
 from typing import Any, TypeAlias
 
 import torch
-from torch import nn
 
 from unisono.primitives import batch_types, pytree
 from unisono.primitives.batch_types import batch_type_of
 from unisono.primitives.dims import OutputRules, Padding, spread
-from unisono.primitives.object_state import same_state, state_of
 from unisono.primitives.output_rows import Leaf, is_own_mean, is_weighed, warn_of_other_rows
 from unisono.primitives.placements import (
     PaddedShard,
@@ -96,9 +92,6 @@ class Outputs:
         self._is_tensor = False
         self._numbers: dict[tuple[Any, ...], int] = {}  # of the groups, by their placements and tensors
         self._given, self._spec = pytree.flatten_together(outputs, "output")
-        if objects := [given for given in self._given if _is_object(given[0])]:
-            outputs = _with_objects_taken_apart(outputs, objects)
-            self._given, self._spec = pytree.flatten_together(outputs, "output")
         self._paths = [*self._spec.paths("output")]
         axes, paddings = rules.axes(self._spec)
         scalars = spread(rules.scalars, self._spec, "stack", "scalars")
@@ -283,65 +276,6 @@ def gathered(
     return matched.put_together(joined, device)
 
 
-def _with_objects_taken_apart(outputs: Sequence[Any], objects: Sequence[tuple[Any, ...]]) -> list[Any]:
-    """Return the outputs with objects of unknown classes as their items, where their class makes them anew from these.
-
-    An object that all replicas return stays whole.
-    """
-    common = {id(given[0]) for given in objects if all(value is given[0] for value in given)}
-    return [pytree.map_leaves(partial(_taken_apart, common), output) for output in outputs]
-
-
-def _taken_apart(whole: Collection[int], leaf: Any) -> Any:
-    """Return an object as its items, and these likewise; those with ids in `whole`, and other leaves, as they are."""
-    if not _is_object(leaf) or id(leaf) in whole or _why_whole(leaf):
-        return leaf
-    return pytree.Items(type(leaf), [pytree.map_leaves(partial(_taken_apart, whole), item) for item in leaf])
-
-
-_NOTHING_TO_JOIN = "it cannot be split into rows"
-_NOT_MADE_AGAIN = "its class does not rebuild the same object from its items"
-
-
-def _why_whole(value: Any) -> str | None:
-    """Return why an object of an unknown class cannot be joined from its items; None if it can.
-
-    torch's gather makes every class that it does not know anew, `type(output)(joined items)`, from what iterating over
-    it yields. That loses whatever iterating does not yield: rows, or what the constructor cannot compute from them. So
-    an object is taken apart only if its class makes the same object again from its own items.
-    """
-    if isinstance(value, Set):
-        return "a set has no order, so the replicas' items cannot be matched"
-    if not isinstance(value, Iterable) or isinstance(value, Iterator | Mapping | nn.Module | range | memoryview):
-        return _NOTHING_TO_JOIN
-    try:
-        with torch.no_grad():
-            heads = [next(iter(value), None) for _ in range(2)]
-            if not isinstance(heads[0], Iterable) and heads[0] is not None and pytree.children(heads[0]) is None:
-                return _NOTHING_TO_JOIN  # numbers, say, of an array
-            if [*map(id, _tensors_in(heads[:1]))] != [*map(id, _tensors_in(heads[1:]))]:
-                return "iterating over it makes new tensors each time"
-            items = list(value)
-            again: Any = type(value)(iter(items))  # type: ignore[call-arg]
-            tensors, tensors_again = _tensors_in(items), _tensors_in(list(again))
-    except Exception:  # noqa: BLE001 - the code of a user's class
-        return _NOT_MADE_AGAIN
-    if [(t.shape, t.dtype) for t in tensors] != [(t.shape, t.dtype) for t in tensors_again]:
-        return _NOT_MADE_AGAIN
-    same = same_state(_state_beside(tensors, value), _state_beside(tensors_again, again))
-    return None if same else _NOT_MADE_AGAIN
-
-
-def _tensors_in(items: list[Any]) -> list[torch.Tensor]:
-    return [tensor for _, tensor in pytree.tensors(items)]
-
-
-def _state_beside(items: list[torch.Tensor], value: Any) -> dict[str, Any]:
-    """Return what `value` holds, with each of the tensors that iterating yields replaced by its number."""
-    numbers = {id(tensor): (number,) for number, tensor in enumerate(items)}
-    return {path: numbers.get(id(held), held) for path, held in state_of(value).items()}
-
-
 def padded_axes(path: str, tensor: torch.Tensor, rows: int, padding: Padding) -> tuple[int, ...]:
     """Return the axes that may be padded, from 0 up.
 
@@ -394,12 +328,7 @@ def _without_axes(shape: torch.Size, axes: set[int]) -> tuple[int, ...]:
     return tuple([size for dim, size in enumerate(shape) if dim not in axes])
 
 
-def _is_object(value: Any) -> bool:
-    return not isinstance(value, _NO_OBJECTS) and batch_type_of(value) is None
-
-
 _VALUES = (numbers.Complex, str, bytes, torch.Size, torch.dtype, torch.device)
-_NO_OBJECTS = (torch.Tensor, NoneType, *_VALUES)
 _TENSOR = frozenset({torch.Tensor})
 
 
@@ -456,15 +385,14 @@ def _common_value(path: str, given: tuple[Any, ...], whole: bool) -> Any:
         if any(value != first for value in given):
             raise pytree.disagreement(path, "values", [repr(value) for value in given])
         return first
-    reason, remedy = _why_whole(first), "tensors, numbers or strings, in tuples, lists, dicts or dataclasses"
+    remedy = "tensors, numbers or strings, in tuples, lists, dicts or dataclasses"
     if isinstance(first, numbers.Number):  # a Decimal, say
-        reason, remedy = "only Python's and numpy's numbers and fractions are joined", "float(value)"
+        remedy = "float(value)"
     if hasattr(first, "__array__"):  # numpy's, say
-        reason = "outputs must be tensors, or containers of tensors"
         remedy = "the tensor itself, without .numpy() or by torch.as_tensor(array), and convert the gathered output"
     raise TypeError(
-        f"cannot gather {path}: each replica returned an object of type {type(first).__name__}, but {reason}. Return "
-        f"{remedy}; or register how the class is joined: unisono.register_batch_type."
+        f"cannot gather {path}: each replica returned an object of type {type(first).__name__}. Return {remedy}; or "
+        "register how the class is joined: unisono.register_batch_type."
     )
 
 

@@ -21,15 +21,6 @@ from unisono.primitives.containers import container_like
 from unisono.runtime import torch_private
 from unisono.runtime.errors import add_note
 
-
-class Items(list[Any]):
-    """The items of an object of class `cls`, which is made anew from them."""
-
-    def __init__(self, cls: type, items: Iterable[Any]) -> None:
-        super().__init__(items)
-        self.cls = cls
-
-
 ENTRIES_OF_ROWS = "If the list has one entry for each row, return unisono.SampleList(entries)."
 
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, int, float, bool, str, type(None)})
@@ -75,6 +66,13 @@ class Spec:
         for key, spec in zip(self.keys or (), self.specs, strict=True):
             yield from spec.paths(path + step(self.value, key))
 
+    def parts(self, path: str, start: int = 0) -> Iterator[tuple[str, "Spec", range]]:
+        """Yield the path and the structure of each part, and the numbers of the leaves in it; outer ones first."""
+        yield path, self, range(start, start + self.num_leaves())
+        for key, spec in zip(self.keys or (), self.specs, strict=True):
+            yield from spec.parts(path + step(self.value, key), start)
+            start += spec.num_leaves()
+
     def num_leaves(self) -> int:
         return 1 if self.keys is None else sum([spec.num_leaves() for spec in self.specs])
 
@@ -96,13 +94,15 @@ def flatten(value: Any, path: str = "") -> tuple[list[Any], Spec]:
     ([1, 2, 3], ["x['a'][0]", "x['a'][1]", "x['b'][0]"], {'a': [2, 4], 'b': (6,)})
 
     Raises:
-        ValueError: containers that contain themselves, or are nested beyond Python's recursion limit; names the path.
+        ValueError: containers that contain themselves, or are nested beyond Python's recursion limit.
     """
     leaves: list[Any] = []
     try:
         return leaves, _flattened(value, leaves)
     except RecursionError:
-        raise _too_deep(value, path) from None
+        raise ValueError(
+            f"{path or 'value'} contains itself, or is nested deeper than Python's recursion limit: flatten it."
+        ) from None
 
 
 def _flattened(value: Any, leaves: list[Any]) -> Spec:
@@ -125,8 +125,6 @@ def _unflattened(spec: Spec, leaves: Iterator[Any], rebuild_all: bool) -> Any:
     if spec.keys is None:
         return next(leaves)
     new = [_unflattened(child, leaves, rebuild_all) for child in spec.specs]
-    if isinstance(spec.value, Items):
-        return spec.value.cls(iter(new))
     if not rebuild_all and all(value is child.value for value, child in zip(new, spec.specs, strict=True)):
         return spec.value
     return _rebuild(spec.value, new)
@@ -205,7 +203,7 @@ def _matched(specs: Sequence[Spec], path: str) -> Iterator[tuple[Any, ...]]:
         yield tuple([spec.value for spec in specs])
         return
     first = specs[0]
-    kinds = [spec.value.cls if isinstance(spec.value, Items) else type(spec.value) for spec in specs]
+    kinds = [type(spec.value) for spec in specs]
     all_keys = [spec.keys for spec in specs if spec.keys is not None]
     if len(all_keys) < len(specs) or any(kind is not kinds[0] for kind in kinds):
         raise disagreement(path, "types", [kind.__name__ for kind in kinds])
@@ -241,31 +239,6 @@ def disagreement(path: str, what: str, given: Sequence[object]) -> ValueError:
     elif type(None).__name__ in given:
         rule += " Return an empty tensor in place of None."
     return ValueError(f"cannot gather {path or 'the output'}: replicas returned different {what} ({each}). {rule}")
-
-
-_DEEP = 100
-
-
-def _too_deep(value: object, path: str) -> ValueError:
-    """Return the error for a value in which Python's recursion limit was reached; it names the path."""
-    path = path or "value"
-    return ValueError(
-        _why_deep(value, path, {}) or f"{path} is nested deeper than Python's recursion limit: flatten it."
-    )
-
-
-def _why_deep(value: object, path: str, around: dict[int, str]) -> str | None:
-    """Return why a value is too deep; `around` has the paths of the containers around it, by their ids."""
-    if id(value) in around:
-        return f"{path} is {around[id(value)]} again: a container must not contain itself."
-    if len(around) > _DEEP:
-        return (
-            f"{path[:60]}... is nested more than {_DEEP} deep, over Python's recursion limit: put the tensors "
-            "into one list."
-        )
-    around = {**around, id(value): path}
-    inside = (children(value) or {}).items()
-    return next(filter(None, (_why_deep(child, path + step(value, key), around) for key, child in inside)), None)
 
 
 def step(container: object, key: object) -> str:

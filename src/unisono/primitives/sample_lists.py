@@ -1,4 +1,4 @@
-"""Lists with one entry a row: a batch type of unisono's own, and a warning where a plain input looks like one.
+"""Lists with one entry a row: a batch type of unisono's own, and what tells that a plain input may be one.
 
 As in torch, a plain list is a container: tensors in it are split and joined one by one, and every replica gets all of a
 list of strings. So pictures of several sizes are split along their channels, and a list of targets is not split at all.
@@ -6,15 +6,14 @@ list of strings. So pictures of several sizes are split along their channels, an
 
 import copy
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, islice
 from typing import Any, TypeVar
 
 import torch
 
-from unisono.primitives.batch_types import batch_type_of, register_batch_type
+from unisono.primitives.batch_types import register_batch_type
 from unisono.primitives.pytree import Spec, step
-from unisono.runtime.model_warnings import ModelWarnings
 
 T = TypeVar("T")
 
@@ -64,38 +63,6 @@ def _join(parts: Sequence[SampleList[Any]]) -> SampleList[Any]:
 register_batch_type(SampleList, scatter=_split, gather=_join)
 
 
-def warn_of_whole_lists(
-    inputs: Spec, name: str, leaves: Iterator[tuple[Any, int | None]], rows: int, warnings: ModelWarnings
-) -> None:
-    """Warn of an input that is a list without tensors and has as many entries as the batch has rows: it is not split.
-
-    Args:
-        inputs, name: the structure of the positional or the keyword inputs, and what messages call it.
-        leaves: its leaves, each with the axis of its rows; None: every replica gets it on purpose.
-        rows: of the batch.
-        warnings: of the model.
-    """
-
-    def stays(leaf: Any, axis: int | None) -> bool:  # it is split, or whole on purpose
-        return axis is None or isinstance(leaf, torch.Tensor) or batch_type_of(leaf) is not None
-
-    def is_whole(value: Any, inside: list[bool]) -> bool:
-        return len(inside) == rows > 1 and not any(inside) and _may_be_samples(value)
-
-    wholes: list[tuple[Any, ...]] = []
-    for key, spec in zip(inputs.keys or (), inputs.specs, strict=True):
-        _find_lists(spec, (key,), leaves, stays, is_whole, wholes)
-    for keys in wholes:
-        in_dims: Any = None
-        for key in reversed(keys):
-            in_dims = {key: in_dims}
-        warnings.give(
-            f"{_path(inputs, name, keys)} has as many entries as the batch has rows (samples), but its "
-            "entries are not tensors, so every replica gets all of them. If each entry belongs to a row, "
-            f"give a unisono.SampleList. If every replica needs all: in_dims={in_dims}."
-        )
-
-
 def split_lists(inputs: Spec, name: str, fewest: int = 2) -> list[tuple[str, Spec]]:
     """Return the lists and tuples of `fewest` entries or more that are alike and have tensors, each with its path.
 
@@ -133,46 +100,10 @@ def _leaves(spec: Spec) -> Iterator[Any]:
         yield from _leaves(child)
 
 
-def _find_lists(
-    spec: Spec,
-    keys: tuple[Any, ...],
-    leaves: Iterator[tuple[Any, int | None]],
-    is_counted: Callable[[Any, int | None], bool],
-    is_found: Callable[[Any, list[bool]], bool],
-    found: list[tuple[Any, ...]],
-) -> bool:
-    """Return whether a leaf of a structure is counted; add the paths of the containers that are found.
-
-    It calls itself, so it is no closure: one that refers to itself is a cycle, which would keep the batch.
-
-    Args:
-        keys: the path to `spec`.
-        leaves: takes those of `spec`, each with the axis of its rows.
-        is_counted: says it of a leaf.
-        is_found: says it of a container, by what is inside: whether a leaf in each child is counted.
-        found: gets the paths.
-    """
-    if spec.keys is None:
-        return is_counted(*next(leaves))
-    pairs = zip(spec.keys, spec.specs, strict=True)
-    inside = [_find_lists(child, (*keys, key), leaves, is_counted, is_found, found) for key, child in pairs]
-    if is_found(spec.value, inside):
-        found.append(keys)
-    return any(inside)
-
-
-def _may_be_samples(value: Any) -> bool:
+def may_be_samples(value: Any) -> bool:
     """Return whether the entries of a list may belong to rows: integers are a size, layers, or a table of labels."""
     no_rows: tuple[type, ...] = (int,)
     entries = [*value] if type(value) in (list, tuple, deque) else []
     if isinstance(value, dict) and [*value] == [*range(len(value))]:
         entries, no_rows = [*value.values()], (int, float, str)
     return any(entry is not None for entry in entries) and not any(isinstance(entry, no_rows) for entry in entries)
-
-
-def _path(spec: Spec, path: str, keys: Sequence[Any]) -> str:
-    """Return the path to the part of a structure to which keys lead; the structure itself is at `path`."""
-    for key in keys:
-        path += step(spec.value, key)
-        spec = spec.specs[(spec.keys or ()).index(key)]
-    return path

@@ -19,7 +19,7 @@ Guarantees
       other lane is in the middle of a batch, and then runs the rest of its batch alone.
     - `warnings.catch_warnings` is no meeting point: it changes no number, and libraries use it anywhere, also once a
       process. Replicas that overlap in it share the filters; the last that leaves restores those from before the first.
-    - `parametrize.cached()` has a cache for each replica.
+    - `parametrize.cached()` has no effect in replicas, which the log says.
 
 Assumes that replicas are threads: in backward on accelerators, hooks run in threads of torch's own, where nothing is
 caught; nor is it in code that torch.compile has compiled, while it compiles, and while a module is imported. A replica
@@ -32,7 +32,7 @@ import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from unisono.runtime import thread_pool, torch_private
@@ -55,6 +55,12 @@ _CHANGE_IN_FORWARD_MODE = (
     "{name} inside forward-mode differentiation: replicas change this setting together, but differentiate in forward "
     "mode one after the other. Change it around the differentiation (torch.func.jvp, jacfwd, hessian, dual_level), or "
     "around the model."
+)
+
+_NOT_CACHED = (
+    "parametrize.cached() has no effect in replicas: torch's cache is that of the process. Each use of a parametrized "
+    "weight computes it; what changes by that, as power iterations of spectral_norm in training do, differs from one "
+    "device. Use the weight once, and keep it in a variable."
 )
 
 
@@ -228,7 +234,7 @@ def _stand_ins() -> Iterator[StandIn]:
     for owner, name in torch_private.tracing():
         yield owner, name, _in_turns
     for cell in torch_private.cell_of_cached_parametrizations():
-        yield cell, "cell_contents", _cached_apart
+        yield cell, "cell_contents", _cached_nowhere
     if not getattr(sys.flags, "context_aware_warnings", False):  # else each thread has filters of its own
         yield warnings.catch_warnings, "__enter__", _entering_warnings
         yield warnings.catch_warnings, "__exit__", _leaving_warnings
@@ -410,43 +416,19 @@ _in_warnings: "weakref.WeakKeyDictionary[Any, None]" = weakref.WeakKeyDictionary
 # ---- parametrize.cached() --------------------------------------------------------------------------
 
 
-def _cached_apart(original: Callable[[], Iterator[None]]) -> Callable[[], Iterator[None]]:
-    """Return the generator function behind `cached()` that gives each replica a cache."""
+def _cached_nowhere(original: Callable[[], Iterator[None]]) -> Callable[[], Iterator[None]]:
+    """Return the generator function behind `cached()` that does nothing in replicas, which would have one cache."""
 
     @functools.wraps(original)
     def cached() -> Iterator[None]:
-        if not _has_own_cache():
+        # On accelerators, torch's own threads run checkpoints of replicas.
+        if not thread_pool.inside_replica() and torch_private.number_of_backward() < 0:
             yield from original()
             return
-        caches, path = _own_caches(), thread_pool.replica_path()
-        if path in caches:  # one inside another
-            yield
-            return
-        caches[path] = {}
-        try:
-            with torch_private.parametrizations_cached_in(_lock, _cache_of_replica):
-                yield
-        finally:
-            del caches[path]
+        log_once(_NOT_CACHED)
+        yield
 
     return cached
-
-
-def _own_caches() -> dict[Hashable, dict[Any, Any]]:
-    """Return the open caches of the replicas that run in the calling thread, by their paths."""
-    caches: dict[Hashable, dict[Any, Any]] | None = getattr(_thread, "caches", None)
-    if caches is None:
-        caches = _thread.caches = {}
-    return caches
-
-
-def _cache_of_replica() -> Any:
-    return _own_caches().get(thread_pool.replica_path()) if _has_own_cache() else NotImplemented
-
-
-def _has_own_cache() -> bool:
-    """Return whether a replica may run in this thread: on accelerators, torch's own threads run checkpoints."""
-    return thread_pool.inside_replica() or torch_private.number_of_backward() >= 0
 
 
 _lock = threading.Lock()

@@ -1067,48 +1067,6 @@ def cell_of_cached_parametrizations() -> Iterator[Any]:
             yield cell
 
 
-@contextmanager
-def parametrizations_cached_in(lock: AbstractContextManager[Any], cache_of_thread: Callable[[], Any]) -> Iterator[None]:
-    """Switch the cache of parametrizations on, where each thread may have one of its own.
-
-    Args:
-        cache_of_thread: returns the calling thread's cache: a dict, or None where it has none and uses none. With
-            `NotImplemented` it uses that of the process.
-    """
-    parametrize: Any = torch.nn.utils.parametrize
-    with lock:
-        parametrize._cache_enabled += 1
-        if not isinstance(parametrize._cache, _CacheOfThread):
-            parametrize._cache = _CacheOfThread(parametrize._cache)
-            parametrize._cache.of_thread = cache_of_thread
-    try:
-        yield
-    finally:
-        with lock:
-            parametrize._cache_enabled -= 1
-            if not parametrize._cache_enabled:
-                parametrize._cache = {}
-
-
-class _CacheOfThread(dict[Any, Any]):
-    """The cache of parametrizations, keyed by the live module. Replicas are other modules, so each has its own."""
-
-    of_thread: Callable[[], Any]
-
-    def get(self, key: Any, default: Any = None) -> Any:
-        own = self.of_thread()
-        if own is NotImplemented:
-            return super().get(key, default)
-        return default if own is None else own.get(key, default)
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        own = self.of_thread()
-        if own is NotImplemented:
-            super().__setitem__(key, value)
-        elif own is not None:
-            own[key] = value
-
-
 # ---- TorchScript ---------------------------------------------------------------------------------
 #
 # A ScriptModule's state is in a TorchScript object, its `_c`; the Python object around it has views of that state where

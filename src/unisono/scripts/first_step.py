@@ -20,7 +20,6 @@ from torch import nn
 from unisono.console.errors import DONE, FAILED, MISUSED
 from unisono.console.files import as_typed
 from unisono.data_parallel import DataParallel
-from unisono.primitives.shared_iterators import shared
 from unisono.runtime import torch_private
 from unisono.runtime.errors import users_line
 from unisono.runtime.thread_pool import inside_replica
@@ -95,7 +94,6 @@ class FirstStepComparison:
             return inputs, kwargs
         try:
             self._thread = threading.get_ident()
-            inputs, kwargs = shared((inputs, kwargs))
             with contextlib.redirect_stdout(sys.stderr):
                 is_compared = self._compare(wrapped, inputs, kwargs, options)
             tries[kind] = 0 if is_compared else tries.get(kind, _TRIES) - 1

@@ -15,7 +15,6 @@ from pathlib import Path
 
 from unisono.console import files
 from unisono.console.errors import FolderError
-from unisono.runtime.regular_files import open_regular
 from unisono.training import file_lock
 
 
@@ -72,7 +71,7 @@ class RunFolder:
     def claim(self) -> None:
         """Keep other runs out of the folder, until `close` is called or this process ends."""
         try:
-            lock = open_regular(self._lock, os.O_RDWR | os.O_CREAT)
+            lock = os.open(self._lock, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0))  # no link
         except OSError as error:
             raise FolderError(f"cannot use {self}: {error.filename}: {error.strerror}") from error
         try:

@@ -274,7 +274,8 @@ def _findings(comparison: Comparison, rows: Sequence[Row], steps: Steps) -> list
         split = _wrongly_split(one, tolerance, steps)
         if split is not None:
             return split_wrongly(findings, *split)
-        return with_whole_inputs(findings, _arguments(steps.wrapped, steps.example).whole_with_rows())
+        whole = _arguments(steps.wrapped, steps.example).whole_with_rows()
+        return with_whole_inputs(findings, [path for path, _ in whole])
     return findings
 
 
@@ -324,7 +325,7 @@ def _changed_contents(one: RecordedStep, many: RecordedStep, tolerance: Toleranc
             continue
         if not same_state(before, after):
             yield name, _BY_ALL
-        elif before and name in many.left[Left.ASSIGNED]:  # else forward fills it
+        elif before and (name in many.left[Left.ASSIGNED] or name in one.containers):  # else forward fills it
             yield name, _LOST
 
 
@@ -467,8 +468,11 @@ def _notes(mode: str, one: RecordedStep, many: RecordedStep) -> Iterator[str]:
     # A cache, or values that are kept for who reads them: no difference, unless it is a number that is updated.
     updated = {*_updated(one, many), *(name for name in many.left[Left.ASSIGNED] if many.contents_before.get(name))}
     # A layer or parameter that it makes is in the findings.
-    if filled := [name for name in many.left[Left.ASSIGNED] if name not in updated and not _is_made(name, one)]:
+    stored = dict.fromkeys([*many.left[Left.ASSIGNED], *sorted(one.marked - many.marked)])
+    if filled := [name for name in stored if name not in updated and not _is_made(name, one)]:
         yield f"forward stores {listed(filled)}: {LOST}. If you read them after forward, return them as outputs"
+    if by_all := sorted(many.marked - one.marked):
+        yield f"forward writes into {listed(by_all)}: {_BY_ALL}"
     if many.left[Left.HOOKS]:
         yield _HOOKS.format(names=listed(many.left[Left.HOOKS]))
     if many.left[Left.THREADS]:

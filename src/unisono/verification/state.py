@@ -16,18 +16,18 @@ import torch
 from torch import nn
 
 from unisono.data_parallel import DataParallel
+from unisono.leftovers.attributes import DERIVED
 from unisono.leftovers.generators import GeneratorStates
 from unisono.primitives import pytree
 from unisono.primitives.batch_types import batch_type_of
 from unisono.primitives.object_state import state_of as state_of_object
 from unisono.primitives.references import references
-from unisono.primitives.shared_iterators import iterators_anew
-from unisono.primitives.visitor import INERT
+from unisono.primitives.visitor import INERT, filled_slots
 from unisono.runtime import devices as _devices
 from unisono.runtime.widening import widened
 from unisono.verification.compare import plain, tensors_in
 
-_OF_EVERY_MODULE = frozenset(nn.Module().__dict__)
+_OF_TORCH = frozenset({*nn.Module().__dict__, *DERIVED}) - {"training"}
 _NO_CONTENTS = (torch.Tensor, nn.Module, types.FunctionType, types.MethodType, torch.Generator)
 _TOO_LARGE = 2**62  # for an integer tensor
 _SHARED = INERT | {object}  # a plain object marks something, by its identity
@@ -43,6 +43,9 @@ def copied(model: nn.Module) -> nn.Module:
     try:
         with torch.no_grad():  # a scripted module would keep the history of the copying
             new = copy.deepcopy(model, without_history)
+            for module, own in zip(model.modules(), new.modules(), strict=True):
+                for _, slot, value in filled_slots(module):  # which torch leaves empty
+                    slot.__set__(own, copy.deepcopy(value, without_history))
     except Exception as error:
         raise TypeError(
             "verify runs each step on a copy of the model, but copy.deepcopy cannot copy "
@@ -68,7 +71,7 @@ def widen(module: nn.Module, least: torch.dtype | None, original: nn.Module) -> 
         (vars(part), name)
         for part in module.modules()
         for name, value in vars(part).items()
-        if name not in _OF_EVERY_MODULE and isinstance(value, torch.Tensor | list | tuple | dict)
+        if name not in _OF_TORCH and isinstance(value, torch.Tensor | list | tuple | dict)
     ]
     kept = [each for own, name in attributes for _, each in tensors_in(own[name]) if each.is_leaf]
     every = {id(each): each for each in (*registered, *kept)}
@@ -96,8 +99,7 @@ def _overlap(tensors: Iterable[torch.Tensor]) -> bool:
 def fresh(value: Any, device: torch.device | None = None, least: torch.dtype | None = None) -> Any:
     """Return a copy of inputs, so that forward does not change those of the program.
 
-    Tensors are leaves of a new graph, on `device` if it is given, and at least of the floating type `least`; shared
-    iterators are others over the same items.
+    Tensors are leaves of a new graph, on `device` if it is given, and at least of the floating type `least`.
     Containers and objects are copied too. An object that has something that cannot be copied, such as a lock, gets a
     shallow copy; one that cannot be copied at all, such as a file, stays the same.
     """
@@ -108,7 +110,7 @@ def fresh(value: Any, device: torch.device | None = None, least: torch.dtype | N
 
     leaves, spec = pytree.flatten(value)
     new = pytree.unflatten(spec, map(_object_copied, leaves), rebuild_all=True)
-    return iterators_anew(pytree.map_all_tensors(tensor_copied, new))
+    return pytree.map_all_tensors(tensor_copied, new)
 
 
 def _object_copied(value: Any) -> Any:
@@ -142,21 +144,46 @@ class RandomState:
         return ["torch's generator"] * (not of_torch) + self._others.moved()
 
 
+def attributes_in(model: nn.Module) -> dict[str, Any]:
+    """Return the attributes of modules, by name. Those of a scripted one are not in its `__dict__`."""
+    return {
+        f"{path}.{name}" if path else name: value
+        for path, module in model.named_modules()
+        if not isinstance(module, torch.jit.ScriptModule | DataParallel)
+        for name, value in vars(module).items()
+        if name not in _OF_TORCH
+    }
+
+
+def marks_on(model: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
+    """Return what forward may leave on tensors of a model, in its inputs, and in `__slots__`, by name.
+
+    A replica has tensors, inputs and slots of its own.
+    """
+    leaves = {**dict(pytree.leaves(args, "inputs")), **dict(pytree.leaves(kwargs, "kwargs"))}
+    slots = {
+        f"{path}.{name}" if path else name: value
+        for path, module in model.named_modules()
+        for name, _, value in filled_slots(module)
+    }
+    tensors = {path: leaf for path, leaf in leaves.items() if isinstance(leaf, torch.Tensor)}
+    tensors |= {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    of_tensors = {f"{name}.{key}": value for name, tensor in tensors.items() for key, value in vars(tensor).items()}
+    own = {name: value for name, value in of_tensors.items() if "._dynamo_" not in name}  # not torch.compile's
+    return leaves | slots | own
+
+
 def contents_in(model: nn.Module) -> dict[str, dict[str, Any]]:
     """Return what the containers and objects hold that are attributes of modules, by name; tensors are copied.
 
     Replicas share them: what they change there is changed by each, in the order of arrival.
     """
     found: dict[str, dict[str, Any]] = {}
-    for path, module in model.named_modules():
-        if isinstance(module, torch.jit.ScriptModule | DataParallel):
-            continue
-        for name, value in vars(module).items():
-            if name in _OF_EVERY_MODULE or type(value) in INERT or isinstance(value, _NO_CONTENTS):
-                continue
+    for name, value in attributes_in(model).items():
+        if type(value) not in INERT and not isinstance(value, _NO_CONTENTS):
             with contextlib.suppress(Exception):  # an object of any class
                 state = state_of_object(value, without=(nn.Module, nn.Parameter))
-                found[f"{path}.{name}" if path else name] = {where: _copied(each) for where, each in state.items()}
+                found[name] = {where: _copied(each) for where, each in state.items()}
     return found
 
 
@@ -171,14 +198,10 @@ def numbers_in(model: nn.Module) -> dict[str, torch.Tensor]:
     module's, and nothing else shows it.
     """
     found: dict[str, torch.Tensor] = {}
-    for path, module in model.named_modules():
-        if isinstance(module, torch.jit.ScriptModule | DataParallel):  # not in its `__dict__`; a wrapper's own
-            continue
-        for name, value in vars(module).items():
-            name = f"{path}.{name}" if path else name
-            if isinstance(value, bool | float | complex) or (isinstance(value, int) and abs(value) < _TOO_LARGE):
-                dtype = torch.float64 if isinstance(value, float) else None
-                found[name] = torch.tensor(value, dtype=dtype, device="cpu")
-            elif type(value) is torch.Tensor and not (value.requires_grad or value.is_nested or value.is_meta):
-                found[name] = plain(value).to("cpu", copy=True)
+    for name, value in attributes_in(model).items():
+        if isinstance(value, bool | float | complex) or (isinstance(value, int) and abs(value) < _TOO_LARGE):
+            dtype = torch.float64 if isinstance(value, float) else None
+            found[name] = torch.tensor(value, dtype=dtype, device="cpu")
+        elif type(value) is torch.Tensor and not (value.requires_grad or value.is_nested or value.is_meta):
+            found[name] = plain(value).to("cpu", copy=True)
     return found

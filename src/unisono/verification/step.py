@@ -14,13 +14,24 @@ from unisono.engines.replica import leaves_and_nodes
 from unisono.leftovers.generators import generators_of
 from unisono.leftovers.report import Kind as Left
 from unisono.primitives import pytree
+from unisono.primitives.change_tracking import GONE
+from unisono.primitives.visitor import TRACKED
 from unisono.runtime import devices as _devices
 from unisono.runtime.contexts import contextmanager
 from unisono.runtime.draws_off import DrawsOff
 from unisono.runtime.errors import add_note, is_of_replica, text_of
 from unisono.verification.call_recorder import CallRecorder
 from unisono.verification.compare import difference, joined_numbers, largest, plain, tensors_in
-from unisono.verification.state import RandomState, contents_in, copied, fresh, numbers_in, widen
+from unisono.verification.state import (
+    RandomState,
+    attributes_in,
+    contents_in,
+    copied,
+    fresh,
+    marks_on,
+    numbers_in,
+    widen,
+)
 
 _TARGET = "If one of them is the target, write verify(model, inputs, target, criterion)"
 _SEED = 0  # of the projection and the nudges, which are the same in every step
@@ -101,6 +112,8 @@ class RecordedStep:
     attributes: dict[str, torch.Tensor] = field(default_factory=dict)  # after the step
     contents_before: dict[str, dict[str, Any]] = field(default_factory=dict)  # of containers and objects in attributes
     contents: dict[str, dict[str, Any]] = field(default_factory=dict)  # after the step
+    containers: Collection[str] = ()  # attributes that are the same container as before
+    marked: set[str] = field(default_factory=set)  # what it has left on tensors and in inputs, and does not return
     left: dict[Left, Sequence[str]] = field(default_factory=lambda: dict.fromkeys(Left, ()))  # behind, by forward
     rows: Sequence[int] = ()  # of each replica; one entry on one device, empty if not known
     error: ValueError | None = None  # why the replicas' outputs could not be gathered
@@ -180,6 +193,7 @@ def take_step(
     watch = (lambda: RandomState(generators).moved) if like is None else (lambda: lambda: False)
     step = RecordedStep(CallRecorder(watch), attributes_before=numbers_in(module), contents_before=contents_in(module))
     off, before = DrawsOff(least), RandomState(generators)
+    attributes, marks = attributes_in(module), marks_on(module, args, kwargs)
     with step.recorder.attached(module) if record else contextlib.nullcontext(), off:
         try:
             output = run(*args, **kwargs)
@@ -198,6 +212,12 @@ def take_step(
         return take_step(given, example, random, mode, like, backward=backward, written=model._threads.written, **same)
     if isinstance(model, DataParallel):
         step.rows = [timing.rows for timing in model.replica_timings]
+    kept = [name for name, each in attributes_in(module).items() if each is attributes.get(name)]
+    step.containers = {name for name in kept if type(attributes[name]) in TRACKED}
+    returned = set() if step.error else {*map(id, pytree.flatten(output)[0])}
+    now = marks_on(module, args, kwargs)
+    changed = {name for name in {**marks, **now} if now.get(name, GONE) is not marks.get(name, GONE)}
+    step.marked = {name for name in changed if id(now.get(name)) not in returned}
     if step.error is None:
         output = pytree.map_all_tensors(lambda tensor: _devices.copy_to(tensor, example.output_device), output)
         loss = example.loss(output, dict(tensors_in(output)) if like is None else like.outputs, off, least)

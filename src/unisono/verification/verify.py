@@ -24,7 +24,6 @@ from unisono.options import OF_OTHER_LIBRARIES
 from unisono.primitives.blueprint import check_initialized
 from unisono.primitives.checks import check_kwargs, check_module, check_names
 from unisono.primitives.placements import check_have_data
-from unisono.primitives.shared_iterators import shared
 from unisono.runtime import devices as _devices
 from unisono.runtime.devices import DeviceLike
 from unisono.runtime.errors import shown
@@ -111,7 +110,7 @@ def verify(
         )
     check_have_data("compare", inputs, "inputs")
     check_have_data("compare", target, "target")
-    args, kwargs = _by_position_and_name(shared(inputs))
+    args, kwargs = _by_position_and_name(inputs)
     ids = _devices.resolve(device_ids)
     note = []
     if isinstance(model, DataParallel):
