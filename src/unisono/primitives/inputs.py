@@ -202,9 +202,10 @@ class Arguments:
             in_parts: whether a replica runs its rows in parts.
         """
         sizes = tuple(sizes)
-        for number, leaf in enumerate(self.leaves if len(sizes) > 1 and not self.is_flat else ()):
-            if isinstance(leaf, Iterator) and not isinstance(leaf, io.IOBase):
-                raise TypeError(_ITERATOR.format(path=self.paths()[number]))
+        if not self.is_flat and len(sizes) > 1:
+            for number, leaf in enumerate(self.leaves):
+                if isinstance(leaf, Iterator) and not isinstance(leaf, io.IOBase):
+                    raise TypeError(_ITERATOR.format(path=self.paths()[number]))
         if warnings is not None and not self.is_flat and self.rows is not None and (len(sizes) > 1 or in_parts):
             for path, numbers in self.whole_with_rows():
                 warnings.give(_WHOLE.format(path=path, in_dims=self.in_dims_with_whole(numbers)))

@@ -14,11 +14,7 @@ from unisono.verification.verify import verify_call
 
 
 class FirstCall:
-    """A call, with copies of its inputs, which it may change, and the mode in which the model was.
-
-    Args:
-        inputs, kwargs: iterators in them are shared ones, of which the call has its own.
-    """
+    """A call, with copies of its inputs, which it may change, and the mode in which the model was."""
 
     def __init__(self, model: DataParallel, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.model, self.mode = model, "training" if model.module.training else "eval"
