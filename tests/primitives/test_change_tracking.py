@@ -16,6 +16,7 @@ def guards(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     """Let all tests run with torch's guards, in a release of torch without them, and where they do not see all."""
     if request.param == "no guards":
         monkeypatch.setattr(torch_private, "_guards", None)
+        monkeypatch.setattr(torch_private, "dict_version", None)
     with torch.set_grad_enabled(request.param != "gradients off"):
         yield
 

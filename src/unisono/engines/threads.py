@@ -338,6 +338,10 @@ class Forward:
         self._step = timeline.current_step() if timeline.recording else None
         self._passes = self._passes_of(module)
         self._carries_objects = self._tracked and carries_objects(call)
+        limits = model.row_limits
+        self._is_in_parts = call.parts > 1 or (  # whether a replica runs its shard in parts
+            bool(limits) and any(limits.get(n, k) < k for n, k in zip(call.replica_numbers, call.sizes, strict=True))
+        )
         # A wrapper inside would run as a wrapper of its own where a checkpoint calls it in backward.
         self._is_one_graph = call.in_one_graph and not pool.has_wrappers
         if self._step is not None and not _devices.all_on_host(call.devices):  # where a backward is recorded by events
@@ -545,13 +549,6 @@ class Forward:
         finally:
             has_hooks, has_reentrant = begun.hooks is not hooks, begun.reentrant is not reentrant
             self._seen = {"num_nodes": (*num_nodes,), "has_hooks": has_hooks, "has_reentrant_checkpoint": has_reentrant}
-
-    @property
-    def _is_in_parts(self) -> bool:
-        """Whether a replica runs its shard in parts."""
-        call, limits = self._call, self._model.row_limits
-        sizes = zip(call.replica_numbers, call.sizes, strict=True)
-        return call.parts > 1 or (bool(limits) and any(limits.get(number, size) < size for number, size in sizes))
 
     def _captured_tensors(self, groups: Sequence[Group], *, in_one_graph: bool) -> CapturedTensors:
         """Return what the graphs behind the replicas' outputs lead to; refuse or warn of what is wrong there."""

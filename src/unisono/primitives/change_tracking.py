@@ -63,7 +63,8 @@ class DictSnapshot:
         self._lengths = [*map(len, self._filled_copies)]
         self._keys = [*chain(*self.copies)]
         self._objects = [*chain(*map(_values, self.copies))]
-        self._have_versions = {*map(type, self._filled)} <= {dict}  # another order of an OrderedDict is no other one
+        # Another order of an OrderedDict is no other version.
+        self._version = torch_private.dict_version if {*map(type, self._filled)} <= {dict} else None
         self._versions: list[int] | None = None  # as long as nothing has been compared
 
     def is_current(self) -> bool:
@@ -71,7 +72,7 @@ class DictSnapshot:
         if any(self._empty):
             return False
         # Before the comparison: another thread may write meanwhile.
-        versions = torch_private.versions_of(self._filled) if self._have_versions else None
+        versions = None if self._version is None else [*map(self._version, self._filled)]
         if versions is not None and versions == self._versions:
             return True
         is_current = (

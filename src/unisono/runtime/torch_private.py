@@ -918,17 +918,9 @@ def compiler_errors() -> tuple[type[Exception], ...]:
 
 _guards: Any = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
 _HAS_LOCK: bool = getattr(sys, "_is_gil_enabled", lambda: True)()
-
-
-def versions_of(dicts: Sequence[dict[Any, Any]]) -> list[int] | None:
-    """Return a number for each dict, another one after any write into it.
-
-    Fallback: None, which says nothing; also where Python has no lock, and a write may come between.
-    """
-    try:
-        return [*map(_guards.dict_version, dicts)] if _HAS_LOCK else None
-    except AttributeError:
-        return None
+# Returns a number for a dict, another one after any write into it. None: it is not known; nor where Python has no lock,
+# and a write may come between.
+dict_version: Callable[[dict[Any, Any]], int] | None = getattr(_guards, "dict_version", None) if _HAS_LOCK else None
 
 
 def look_at_tensors(tensors: Sequence[torch.Tensor]) -> Callable[[], bool]:
