@@ -123,7 +123,9 @@ def _has_other_size(leaf: Leaf, sizes: Sequence[int]) -> bool:
 def _become_a_list(leaf: Leaf) -> bool:
     """Return whether the replicas' numbers become a list: by `scalars` bools and complex numbers do, too."""
     value = leaf.given[0]
-    if not isinstance(value, numbers.Complex) or leaf.is_scalar or is_own_mean(leaf.scalars, leaf.given):
+    if isinstance(value, torch.Tensor) or not isinstance(value, numbers.Complex):  # the former costs no call
+        return False
+    if leaf.is_scalar or is_own_mean(leaf.scalars, leaf.given):
         return False
     return leaf.scalars == "stack" or not is_weighed(value)
 

@@ -251,32 +251,28 @@ def step(container: object, key: object) -> str:
 def _rebuild(value: Any, new: list[Any]) -> Any:
     """Return a container like `value`, of the same type, with the children `new`: past a class that refuses it."""
     try:
-        return _rebuilt_by_class(value, new)
+        if isinstance(value, tuple) and hasattr(value, "_make"):  # namedtuple
+            return value._make(new)
+        if isinstance(value, tuple):
+            return type(value)(new)
+        registered = _registered(value)
+        if registered is not None:
+            return registered[1](new)
+        rebuilt: Any = copy.copy(value)  # keeps a subclass's other attributes
+        if isinstance(value, list):
+            rebuilt[:] = new
+            return rebuilt
+        if isinstance(value, MutableMapping):  # dict, OrderedDict, defaultdict, UserDict
+            return _fill_mapping(rebuilt, value, new)
+        for field, child in zip(dataclasses.fields(value), new, strict=True):
+            object.__setattr__(rebuilt, field.name, child)  # also where the dataclass is frozen
+        return rebuilt
     except Exception:
         if not isinstance(value, dict | list | tuple):
             raise
         replaced = {id(old): now for old, now in zip((children(value) or {}).values(), new, strict=True)}
         items = zip(value, new, strict=True) if isinstance(value, dict) else new
         return container_like(value, items, lambda held: replaced.get(id(held), held))
-
-
-def _rebuilt_by_class(value: Any, new: list[Any]) -> Any:
-    if isinstance(value, tuple) and hasattr(value, "_make"):  # namedtuple
-        return value._make(new)
-    if isinstance(value, tuple):
-        return type(value)(new)
-    registered = _registered(value)
-    if registered is not None:
-        return registered[1](new)
-    rebuilt: Any = copy.copy(value)  # keeps a subclass's other attributes
-    if isinstance(value, list):
-        rebuilt[:] = new
-        return rebuilt
-    if isinstance(value, MutableMapping):  # dict, OrderedDict, defaultdict, UserDict
-        return _fill_mapping(rebuilt, value, new)
-    for field, child in zip(dataclasses.fields(value), new, strict=True):
-        object.__setattr__(rebuilt, field.name, child)  # also where the dataclass is frozen
-    return rebuilt
 
 
 def _fill_mapping(copied: Any, original: Any, new: list[Any]) -> Any:
