@@ -69,7 +69,7 @@ class DictSnapshot:
 
     def is_current(self) -> bool:
         """Return whether the dicts hold the same objects under the same keys, in the same order."""
-        if any(self._empty):
+        if [*filter(None, self._empty)]:
             return False
         # Before the comparison: another thread may write meanwhile.
         versions = None if self._version is None else [*map(self._version, self._filled)]
