@@ -224,11 +224,11 @@ def _backward(ctx: Any, incoming: _Incoming) -> tuple[torch.Tensor | None, ...]:
         raise RuntimeError(_FREED)
     live_node, reduction, sum_later = graphs.live_node_to_sum(ctx), None, None
     if live_node is not None and graphs.sync_context is not None:
-        of_parameters = graphs.parameters
-        if order_of_sums.is_next(of_parameters.collector):
-            reduction = graphs.sync_context.begin(of_parameters.live, live_node, of_parameters.plan)
+        parameters = graphs.parameters
+        if order_of_sums.is_next(parameters.collector):
+            reduction = graphs.sync_context.begin(parameters.live, live_node, parameters.plan)
         else:
-            sum_later = partial(graphs.sync_context.sum, of_parameters.live, live_node)
+            sum_later = partial(graphs.sync_context.sum, parameters.live, live_node)
     if live_node is None and not has_grads:
         return nothing
     higher, needed = torch.is_grad_enabled(), graphs.needed_inputs(ctx)

@@ -191,7 +191,8 @@ class Collector:
                 self.inside.add(Contribution.of(bucket, replica, gradients))
         else:
             number = torch_private.number_of_backward()
-            if self.backwards and (reduction := self.reduction_of(number)) is not None and reduction.takes_buckets:
+            reduction = backward.reduction if (backward := self.running(number)) is not None else None
+            if reduction is not None and reduction.takes_buckets:
                 if has_gradients:  # a single one is a view, perhaps; without its base it may have its memory to itself
                     reduction.add(bucket, [*gradients] if len(gradients) > 1 else [gradients[0].detach()])  # type: ignore[union-attr]
                 return
@@ -199,18 +200,10 @@ class Collector:
             if has_gradients:  # if not, other ranks may have some
                 contributions.append(Contribution.of(bucket, replica, gradients))
 
-    def reduction_of(self, number: int) -> Any:
-        """Return the reduction that a backward has begun at the outputs of the forward; None if there is none."""
-        backward = ref() if (ref := self.backwards.get(number)) is not None else None
-        return None if backward is None else backward.reduction
-
-    def end_reduction(self, number: int) -> Any:
-        """Do the same, for what ends it."""
-        backward = ref() if (ref := self.backwards.get(number)) is not None else None
-        if backward is None:
-            return None
-        reduction, backward.reduction = backward.reduction, None
-        return reduction
+    def running(self, number: int) -> RunningBackward | None:
+        """Return a backward that has come to the outputs of the forward, and has not ended or failed."""
+        ref = self.backwards.get(number)
+        return None if ref is None else ref()
 
     def add_of_boundary(self, gradients: Gradients, all_reduce: AllReduce | None = None) -> None:
         """Add the gradient of each live tensor, from a boundary's backward, for the LiveNode.
@@ -257,7 +250,8 @@ class Collector:
             self.latest = number
 
     def _all_gradients(self, number: int, live_node: Any) -> Gradients | None:
-        if self.backwards and (reduction := self.end_reduction(number)) is not None:
+        if (backward := self.running(number)) is not None and backward.reduction is not None:
+            reduction, backward.reduction = backward.reduction, None
             beside = self._contributions.pop(number, [])
             with timeline.during(timeline.REDUCE) if timeline.recording else _NOTHING:
                 found: Gradients = reduction.sum(self.joined(beside) if beside else [None] * len(self.live))
@@ -398,11 +392,13 @@ class OneOrder:
         live = collector.live
         for failed in sorted(self._waiting)[:-_MOST_WAITING]:
             self._waiting.pop(failed, None)
-        waiting = self._waiting.setdefault(number, [])
+        waiting = self._waiting.pop(number, [])
         waiting += [_Unsummed(_forward_of(collector), live, *each) for each in unsummed]
         to_come = self._to_come(number, collector)
         latest = max(map(_forward_of, to_come), default=0)
         now = sorted([each for each in waiting if each.forward > latest], key=attrgetter("forward"), reverse=True)
+        if waiting := [each for each in waiting if each.forward <= latest]:
+            self._waiting[number] = waiting
         if [each for each in now if each.live is not live] and (
             torch.is_grad_enabled() or torch_private.backward_is_restricted()
         ):
@@ -410,16 +406,13 @@ class OneOrder:
         found: list[Gradients] = []
         while now:
             each = now.pop(0)
-            waiting.remove(each)
             gradients = each.all_reduce(each.gradients)
             if each.live is live:
                 found.append(gradients)
             else:
                 _add_to(each.live, gradients)
             del each, gradients
-        if not waiting:
-            del self._waiting[number]
-        elif not found and unsummed:
+        if waiting and unsummed and not found:
             if not [other for other in to_come if other.live is live]:  # a backward of their own calls hooks
                 skip_hooks_without_gradient(live, [None] * len(live))
             return None

@@ -69,9 +69,9 @@ class OneGraph:
 
     def begin_backward(self) -> None:
         """Begin the running backward, unless another output has."""
-        backwards, number = self._parameters.collector.backwards, torch_private.number_of_backward()
+        collector, number = self._parameters.collector, torch_private.number_of_backward()
         with self._lock:
-            if (ref := backwards.get(number)) is not None and ref() is not None:
+            if collector.running(number) is not None:
                 return
             began, keeps = time.perf_counter(), torch_private.backward_keeps_graph()
             recorded = None
@@ -80,7 +80,7 @@ class OneGraph:
                 recorded.__enter__()
 
             def end() -> None:
-                backwards.pop(number, None)
+                collector.backwards.pop(number, None)
                 if recorded is not None:
                     recorded.__exit__(None, None, None)
                 self._timing.backward_s = time.perf_counter() - began
@@ -89,7 +89,7 @@ class OneGraph:
 
             backward = RunningBackward(end)
             if torch_private.call_at_end_of_backward(backward.end):
-                backwards[number] = weakref.ref(backward)
+                collector.backwards[number] = weakref.ref(backward)
                 backward.reduction = self._begin_reduction()
         if self._buffers is not None:
             self._buffers.renew()

@@ -77,7 +77,7 @@ _NONE_IS_IGNORED = (
     "has for itself outside of the module."
 )
 _OF_BUFFERS = "broadcasting one rank's buffers"
-_LEFT = "a backward has raised an exception after the ranks had begun to sum its gradients, and the program has gone on"
+_LEFT = "a backward has raised an exception after the ranks had begun to sum its gradients"
 _MOST_PLANS = 8  # models whose parts are frozen in turn have several
 
 

@@ -113,8 +113,7 @@ def _with_attributes_of_now(
     """Return a function for which the module's attributes are those of now, in each call: of parts, and in backward.
 
     What a part assigns is lost, as what a replica assigns is; else the next part, and the second computation of each,
-    would find it. Also returns what ends the first computation: the
-    replica then has what the last part has assigned.
+    would find it. Also returns what ends the first computation: the replica then has what the last part has assigned.
     """
     assigned: list[tuple[dict[str, Any], dict[str, Any]]] | None = []
     dicts = [module.__dict__ for module in root.modules()]

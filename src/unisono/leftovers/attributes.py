@@ -18,6 +18,8 @@ import functools
 import time
 import types
 from collections.abc import Collection, Container, Iterator, Mapping, Sequence
+from itertools import chain, filterfalse
+from operator import attrgetter, is_, methodcaller
 from typing import Any
 
 import torch
@@ -39,6 +41,7 @@ _OF_EVERY_MODULE = {*nn.Module().__dict__} - {"training"}
 # Of torch's own classes, the attributes that follow from others: they are assigned again where they are used.
 DERIVED = {"_flat_weights", "_flat_weight_refs"}
 _NUMBERS = (int, float, complex)
+_parameters, _is_none = attrgetter("_parameters"), functools.partial(is_, None)
 
 
 def attribute_dicts_of(modules: Sequence[nn.Module]) -> list[dict[Any, Any]]:
@@ -272,8 +275,8 @@ def registered(snapshot: DictSnapshot, modules: Sequence[nn.Module], names: Sequ
 
 def num_hooks_of(modules: Sequence[nn.Module]) -> int:
     """Return how many hooks are on the modules' parameters."""
-    parameters = [each for module in modules for each in module._parameters.values() if each is not None]
-    return torch_private.num_hooks(parameters)
+    of_each = chain.from_iterable(map(methodcaller("values"), map(_parameters, modules)))  # in C: a step may ask
+    return torch_private.num_hooks([*filterfalse(_is_none, of_each)])
 
 
 def keep_hooks(
