@@ -348,7 +348,7 @@ def test_memory_that_recurrent_layers_replace(wrap: Wrap) -> None:
     for _ in range(3):
         x = torch.randn(6, 5)
         assert_same(model(x), plain(x))
-    assert not model._threads.written
+    assert not model._step_memory.written
 
 
 def test_other_memory_with_the_same_values_in_a_map(wrap: Wrap) -> None:

@@ -29,7 +29,9 @@ from unisono.autograd.bucket import (
     Contribution,
     Gradients,
     InsideForward,
+    OverRanks,
     Receivers,
+    order_of_sums,
     own_tensors,
     token_of,
 )
@@ -208,6 +210,13 @@ class LinkedParameters(NamedTuple):
     def begin_forward(self) -> None:
         """As `LinkedTensors.begin_forward`."""
         self.collector.inside = InsideForward(self.own, self.plan.numbers)
+
+    def sum_over_ranks(self, sync_context: SyncContext | None) -> None:
+        """Have the gradients that come to the live parameters beside a boundary summed over the ranks, if there are."""
+        self.collector.over_ranks = None
+        if sync_context is not None:
+            number = order_of_sums.next_forward(self.token)
+            self.collector.over_ranks = OverRanks(partial(sync_context.sum, self.live), number)
 
     def freeze(self, live: Sequence[torch.Tensor]) -> None:
         """Have the replicas' parameters for some live ones need no gradient, as if forward had switched it off."""

@@ -28,8 +28,8 @@ from unisono.autograd.bucket import (
     token_of,
 )
 from unisono.autograd.replica_graph import CapturedTensors, LinkedParameters, LinkedTensors, ReplicaGraphs, Ways
-from unisono.engines.call import Call, called
 from unisono.engines.parts import parts_of, run_in_parts
+from unisono.engines.step_plan import Call, StepPlan, called
 from unisono.leftovers.attributes import (
     attribute_dicts_of,
     counts,
@@ -52,7 +52,6 @@ from unisono.leftovers.report import Kind, Leftovers
 from unisono.leftovers.shared import SharedWrites
 from unisono.leftovers.written_parameters import WrittenParameters, in_each
 from unisono.primitives import pytree
-from unisono.primitives.batch_types import batch_type_of
 from unisono.primitives.blueprint import Blueprint, unlinked_at_deletion
 from unisono.primitives.change_tracking import GONE, Change, ContainerSnapshot, DictSnapshot, TensorSnapshot, fill
 from unisono.primitives.outputs import Group
@@ -77,10 +76,11 @@ class Inputs:
     """
 
     def __init__(self, call: Call, tracked: bool, copies: Copies) -> None:
-        num_replicas = len(call.devices)
+        plan, devices = call.plan, call.plan.devices
+        num_replicas = len(devices)
         self.linked: list[LinkedTensors] = []
         self.numbers_of_linked: tuple[int, ...] = ()
-        all_on_cpu = _devices.are_cpu(call.devices)
+        all_on_cpu = _devices.are_cpu(devices)
         number = 0
 
         def place(tensor: torch.Tensor, placement: Placement) -> list[torch.Tensor | None]:
@@ -93,7 +93,7 @@ class Inputs:
                 # may be waiting for this replica in batch norm.
                 parts = [
                     None if part is None else _devices.copy_to(part, device)
-                    for part, device in zip(parts, call.devices, strict=True)
+                    for part, device in zip(parts, devices, strict=True)
                 ]
                 linked = LinkedTensors.of_input(tensor, placement, parts)
                 self.linked.append(linked)
@@ -104,14 +104,14 @@ class Inputs:
             if all_on_cpu and _devices.is_cpu(tensor.device):  # the common case, with few calls
                 placed = _devices.copies_on_cpu(parts)
             else:
-                placed = [None if p is None else _copied(p, i, call.devices[i], copies) for i, p in enumerate(parts)]
+                placed = [None if p is None else _copied(p, i, devices[i], copies) for i, p in enumerate(parts)]
             if tensor.requires_grad and not tracked:  # a module may switch gradients on for what it does inside
                 placed = [copy if copy is None else copy.requires_grad_() for copy in placed]
             if tensor.__dict__:
                 carry_attributes(tensor, placed)
             return placed
 
-        self.shards = call.arguments.split(call.sizes, place, call.rules.warnings, in_parts=call.parts > 1)
+        self.shards = call.arguments.split(plan.sizes, place)
 
 
 def _copied(part: torch.Tensor, replica: int, device: torch.device, copies: Copies) -> torch.Tensor:
@@ -123,7 +123,7 @@ def _copied(part: torch.Tensor, replica: int, device: torch.device, copies: Copi
 
 @interruptible
 def call_replica(
-    call: Call,
+    plan: StepPlan,
     row_limits: Mapping[int, int],
     inputs: Inputs,
     roots: Sequence[nn.Module],
@@ -140,14 +140,15 @@ def call_replica(
     started, first_node = time.perf_counter(), torch_private.sequence_number()
     copies.wait_copies(index)
     root, (args, kwargs) = roots[index], inputs.shards[index]
-    parts = parts_of(row_limits, call, root, index) if call.parts > 1 or row_limits else None
+    function = called(root, plan.method)
+    parts = parts_of(row_limits, plan, root, index) if plan.parts > 1 or row_limits else None
     if parts is None:
-        output = called(root, call.method)(*args, **kwargs)
+        output = function(*args, **kwargs)
     else:
-        output = run_in_parts(root, called(root, call.method), args, kwargs, parts, call.devices[index])
+        output = run_in_parts(root, function, args, kwargs, parts, plan.devices[index])
     num_nodes[index] = torch_private.sequence_number() - first_node
-    if call.is_timed:
-        _devices.queued_work(call.devices[index])(True)
+    if plan.is_timed:
+        _devices.queued_work(plan.devices[index])(True)
     timings[index].forward_s = time.perf_counter() - started
     return output
 
@@ -683,13 +684,11 @@ class GraphSearch:
     def captured_tensors(
         self,
         pool: "ReplicaPool",
-        call: Call,
+        plan: StepPlan,
         groups: Sequence[Group],
-        where: Sequence[str],
         collectors: Sequence[Collector],
         *,
         numbers_of_linked: tuple[int, ...],
-        may_differ: bool,
         in_parts: bool,
         in_one_graph: bool,
         num_nodes: tuple[int, ...],
@@ -698,7 +697,7 @@ class GraphSearch:
     ) -> CapturedTensors:
         """Return the leaves in the graphs behind `groups` that belong neither to the module nor to a replica.
 
-        The next call `may_differ` where the inputs carry objects. In replicas `in_parts` outputs are joined of parts.
+        In replicas `in_parts` outputs are joined of parts.
         `numbers_of_linked` are those of `Inputs`. `in_one_graph` with the caller's, graphs may go on into those of
         earlier forwards, and outputs may lead to others: that is torch's matter.
 
@@ -710,13 +709,14 @@ class GraphSearch:
         ends = [tensor for group in groups for tensor in group.tensors if tensor is not None]
         flags = (*map(_requires_grad, ends),)
         seen = num_nodes, has_hooks, has_reentrant_checkpoint, in_one_graph
-        structure = (len(groups), in_parts, numbers_of_linked, flags, seen, *structure_of(pool, call))
+        structure = (len(groups), in_parts, numbers_of_linked, flags, seen, plan.structure)
+        may_differ = plan.carries_objects
         found = None if may_differ else self._self_contained.get(structure)
         if found is not None and (
             in_one_graph or (are_ways(found.ways, groups) and not lead_to_others(ends, collectors))
         ):
             return found
-        captured = look_for_live_tensors(pool.blueprint, groups, where, collectors, in_one_graph=in_one_graph)
+        captured = look_for_live_tensors(pool.blueprint, groups, plan.names, collectors, in_one_graph=in_one_graph)
         has_reentrant_checkpoint |= captured.has_reentrant_checkpoint
         captured = captured._replace(
             has_reentrant_checkpoint=has_reentrant_checkpoint,
@@ -734,24 +734,8 @@ class GraphSearch:
         self._self_contained.clear()
 
 
-def structure_of(pool: "ReplicaPool", call: Call) -> tuple[Any, ...]:
-    """Return what is equal for two calls that build the same graph, as far as modules and inputs tell."""
-    return call.method, call.arguments.flags, pool.blueprint.signature
-
-
-def carries_objects(call: Call) -> bool:
-    """Return whether the inputs hold objects of unknown classes.
-
-    Every replica gets the same object. Through a tensor in it the replicas' graphs may share nodes, which no replica's
-    backward may free.
-    """
-    others = [leaf for leaf in call.arguments.leaves if type(leaf) not in _CARRIES_NOTHING]
-    return any(not isinstance(leaf, torch.Tensor) and batch_type_of(leaf) is None for leaf in others)
-
-
 _MOST_STRUCTURES = 64
 _requires_grad = attrgetter("requires_grad")
-_CARRIES_NOTHING = INERT | {torch.Tensor}
 
 
 def look_for_live_tensors(

@@ -4,7 +4,7 @@ On one device that happens once a step. So it has to happen once here: where eac
 write the same values, those of the first replica become the live parameter's. Other values are an error: each replica
 has computed them from its own rows. Replicas that share memory would write several times, and read what others write.
 If the first step of a structure does so, the values from before are put back, and the step runs again, with memory of
-its own for each replica (`Threads.run`). In a later step it is an error, and the next step has that memory. A first
+its own for each replica (`engines/step.py`). In a later step it is an error, and the next step has that memory. A first
 step that is refused leaves the live parameters as they were.
 
 torch's version counters say after forward that it has written: a replica in the module's memory shares the counters of
