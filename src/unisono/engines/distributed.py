@@ -22,8 +22,10 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
+from unisono.autograd.graph_search import is_reentrant_checkpoint, leaves_and_nodes
+from unisono.autograd.linked import link_parameters
 from unisono.distributed.gradient_sync import SENT_TWICE, GradientSync, SyncContext, UnboundGradientSync
-from unisono.engines.replica import ReplicaPool, is_reentrant_checkpoint, leaves_and_nodes, link_parameters
+from unisono.engines.replica import ReplicaPool
 from unisono.engines.step import run_step
 from unisono.engines.step_memory import StepMemory
 from unisono.engines.step_plan import Call

@@ -21,8 +21,9 @@ old values back. How a step is run again is in rescue.py.
 
 import re
 import sys
+import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from itertools import chain
@@ -33,22 +34,16 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from unisono.autograd.boundary import join
+from unisono.autograd.linked import BoundaryTensor, LeafTensors, LinkedParameters, LinkedTensors
 from unisono.autograd.one_graph import OneGraph
-from unisono.autograd.replica_graph import (
-    BoundaryTensor,
-    CapturedTensors,
-    LeafTensors,
-    LinkedParameters,
-    LinkedTensors,
-    Passes,
-    ReplicaGraphs,
-    pass_on,
-)
+from unisono.autograd.replica_graph import CapturedTensors, Passes, ReplicaGraphs, pass_on
 from unisono.engines.compile_lock import compiler_prepared, kind_of
-from unisono.engines.replica import Inputs, ReplicaPool, call_replica
+from unisono.engines.parts import parts_of, run_in_parts
+from unisono.engines.replica import ReplicaPool
 from unisono.engines.rescue import Replay, run_rescued
+from unisono.engines.shards import Shards
 from unisono.engines.step_memory import StepMemory, freeze
-from unisono.engines.step_plan import Call, StepPlan
+from unisono.engines.step_plan import Call, StepPlan, called
 from unisono.leftovers.buffers import BuffersInBackward, histories
 from unisono.leftovers.first_steps import NOT_SYNCHRONISED, Look, ScriptedBatchNorm
 from unisono.leftovers.shared import Search, SharedWrites
@@ -64,6 +59,7 @@ from unisono.runtime import draws_off, timeline, torch_private
 from unisono.runtime.contexts import contextmanager
 from unisono.runtime.errors import ReplicaTimeout, add_note, text_of
 from unisono.runtime.exchange import Exchange, exchanging
+from unisono.runtime.interrupts import interruptible
 from unisono.runtime.rng import own_streams
 from unisono.runtime.stand_ins import StandIns, while_replicas_run, while_running
 from unisono.runtime.streams import Copies
@@ -244,7 +240,7 @@ class Step:
         """Split the inputs (1), and take replicas (2)."""
         plan, pool, call = self._plan, self._pool, self._call
         with collector_paused:
-            self._inputs = Inputs(call, self._tracked, self._copies)
+            self._shards = Shards(call, self._tracked, self._copies)
             if timeline.recording:
                 timeline.mark(timeline.REPLICATE)
             is_summed = call.sync_context is not None and self._tracked and pool.live_parameters
@@ -253,7 +249,7 @@ class Step:
         self.linked = self._replicas.linked
         if self._frozen:
             self.linked.freeze(self._frozen)
-        self._linked: list[LinkedTensors | LinkedParameters] = [*self._inputs.linked, self.linked]
+        self._linked: list[LinkedTensors | LinkedParameters] = [*self._shards.linked, self.linked]
         self._buffers = unchanged_on_failure(pool.buffers)
         if plan.rescue and self._tracked and self._again is None and not inside_replica():
             run = partial(_run_again, self._memory, pool.blueprint.root)
@@ -436,7 +432,7 @@ class Step:
         if plan.sync_batch_norm:
             contexts += self._contexts_of_batch_norm()
         elif blueprint.compiled:  # not where replicas wait for each other: then none may wait for a lock
-            kinds = [(self._tracked, root.training, *kind_of(shard)) for shard in self._inputs.shards]
+            kinds = [(self._tracked, root.training, *kind_of(shard)) for shard in self._shards.of_replicas]
             contexts += self._memory.compile_lock.if_new(kinds, plan.timeout_s)
         if blueprint.compiled:
             contexts.append(compiler_prepared)
@@ -458,10 +454,10 @@ class Step:
 
     def _run_replicas(self, contexts: ReplicaContext) -> list[Any]:
         plan = self._plan
-        of_call = plan, self._memory.row_limits, self._inputs, self._replicas.roots, self._copies, self.timings
+        of_call = plan, self._memory.row_limits, self._shards, self._replicas.roots, self._copies, self.timings
         num_nodes, begun = [0] * len(plan.devices), torch_private.begun
         hooks, reentrant = begun.hooks, begun.reentrant
-        tasks = [partial(call_replica, *of_call, num_nodes, i) for i, _ in enumerate(plan.devices)]
+        tasks = [partial(_call_replica, *of_call, num_nodes, i) for i, _ in enumerate(plan.devices)]
         try:
             # No variable may hold the outcomes: an error's traceback refers to this frame.
             return values_or_raise(run_together(tasks, plan.devices, contexts, plan.timeout_s, plan.names), plan.names)
@@ -472,11 +468,13 @@ class Step:
     def _captured_tensors(self, groups: Sequence[Group], *, in_one_graph: bool) -> CapturedTensors:
         """Return what the graphs behind the replicas' outputs lead to; refuse or warn of what is wrong there."""
         captured = self._memory.search.captured_tensors(
-            self._pool,
-            self._plan,
+            self._pool.blueprint,
             groups,
+            self._plan.names,
             [group.collector for group in self._linked],
-            numbers_of_linked=self._inputs.numbers_of_linked,
+            structure=self._plan.structure,
+            may_differ=self._plan.carries_objects,
+            numbers_of_linked=self._shards.numbers_of_linked,
             in_parts=self._is_in_parts,
             in_one_graph=in_one_graph,
             **self._seen,
@@ -509,7 +507,7 @@ class Step:
             timings=self.timings,
             where=plan.names,
             roots=self._replicas.roots,
-            inputs=self._inputs.linked,
+            inputs=self._shards.linked,
             parameters=parameters,
             leaves=[
                 LeafTensors(leaf, BoundaryTensor(Replicate(), leaf.device, [leaf] * len(plan.devices)))
@@ -529,6 +527,38 @@ class Step:
             levels=captured.ways.levels or [0] * len(outputs),
             on_way=dict.fromkeys(captured.ways.on_way) if captured.ways.on_way else {},
         )
+
+
+@interruptible
+def _call_replica(
+    plan: StepPlan,
+    row_limits: Mapping[int, int],
+    shards: Shards,
+    roots: Sequence[nn.Module],
+    copies: Copies,
+    timings: Sequence[ReplicaTiming],
+    num_nodes: list[int],
+    index: int,
+) -> Any:
+    """Call a replica with its inputs, in its thread, as a whole or in parts; note how long it took.
+
+    Args:
+        num_nodes: takes how many nodes of graphs it has made, one number a replica.
+    """
+    started, first_node = time.perf_counter(), torch_private.sequence_number()
+    copies.wait_copies(index)
+    root, (args, kwargs) = roots[index], shards.of_replicas[index]
+    function = called(root, plan.method)
+    parts = parts_of(row_limits, plan, root, index) if plan.parts > 1 or row_limits else None
+    if parts is None:
+        output = function(*args, **kwargs)
+    else:
+        output = run_in_parts(root, function, args, kwargs, parts, plan.devices[index])
+    num_nodes[index] = torch_private.sequence_number() - first_node
+    if plan.is_timed:
+        _devices.queued_work(plan.devices[index])(True)
+    timings[index].forward_s = time.perf_counter() - started
+    return output
 
 
 @contextmanager

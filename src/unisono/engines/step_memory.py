@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from unisono.autograd.graph_search import GraphSearch
 from unisono.engines.compile_lock import CompileLock
 from unisono.engines.lanes import Lane, LaneCall, open_lanes
-from unisono.engines.replica import GraphSearch, ReplicaPool, Replicas
+from unisono.engines.replica import ReplicaPool, Replicas
 from unisono.leftovers.first_steps import FirstSteps
 from unisono.primitives.blueprint import Blueprint
 from unisono.primitives.replicate import check_device

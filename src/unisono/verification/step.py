@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from unisono.autograd.graph_search import leaves_and_nodes
 from unisono.data_parallel import DataParallel
-from unisono.engines.replica import leaves_and_nodes
 from unisono.leftovers.generators import generators_of
 from unisono.leftovers.report import Kind as Left
 from unisono.primitives import pytree
