@@ -12,7 +12,7 @@
 
 import contextlib
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from functools import partial
 from itertools import chain
@@ -50,7 +50,7 @@ from unisono.runtime.errors import ReplicaTimeout, add_note, is_of_replica, log_
 from unisono.runtime.interrupts import critical, interruptibly
 from unisono.runtime.step_timer import StepTimer
 from unisono.runtime.streams import Copies
-from unisono.runtime.thread_pool import inside_replica, replica_device
+from unisono.runtime.thread_pool import inside_replica, replica_device, replica_path
 from unisono.runtime.thread_state import modes_that_stay
 from unisono.runtime.timeline import ReplicaTiming
 from unisono.runtime.tracebacks import is_raised_by_unisono
@@ -342,11 +342,9 @@ def plan_of(
         wrapper._idle_devices.see(sizes, options.devices, options.has_share)
     has_wrappers = pool is not None and pool.has_wrappers
     has_several = len(used) > 1 or (options.parts > 1 and sizes[used[0]] > 1) or has_wrappers
-    structure: Hashable = None
-    if pool is not None and not inside_replica():
-        structure = has_several, method, arguments.flags, pool.blueprint.signature
-    elif pool is not None:  # for one step: each outer replica has such objects
-        structure = has_several, method, arguments.flags, tracked, pool.blueprint.root.training
+    structure = counts_as = None if pool is None else (has_several, method, arguments.flags, pool.blueprint.signature)
+    if pool is not None and inside_replica():  # the pool is for one step
+        counts_as = has_several, method, arguments.flags, (tracked, pool.blueprint.root.training, replica_path())
     rules = part_rules = options.rules(memory.warnings)
     is_only = in_ranks and len(options.devices) == 1
     if is_only:  # as with one device alone: outputs are not joined, and 0-dim ones stay 0-dim
@@ -374,7 +372,8 @@ def plan_of(
         has_several=has_several,
         carries_objects=carries_objects(arguments),
         structure=structure,
-        is_early=not (pool is None or memory.first_steps.are_past(structure)),
+        counts_as=counts_as,
+        is_early=not (pool is None or memory.first_steps.are_past(counts_as)),
     )
 
 

@@ -392,6 +392,7 @@ class KeptReplicas:
         self.by_kind: dict[tuple[Any, ...], Replicas] = {}
 
 
+_MOST_BYTES = 1 << 30  # of memory that replicas have of their own because forward may write
 _MOST_IDLE = 3  # that are kept: forwards may follow each other before a backward
 
 
@@ -434,6 +435,7 @@ class ReplicaPool:
         self.buffers = torch_private.of_one_kind(blueprint.buffers.values())
         self._idle: list[KeptReplicas] = []
         self._plans: dict[bool, BucketPlan] = {}
+        self._for_one_forward: dict[tuple[Any, ...], ReplicaPool] = {}  # by the kind of their replicas
 
     def is_current(self, module: nn.Module, source: torch.device, *, writes: bool) -> bool:
         """Return whether these are the replicas of `module` as it is now, on `source`."""
@@ -448,13 +450,20 @@ class ReplicaPool:
         plan: BucketPlan | None = None,
         *,
         with_live_buffers: bool = True,
+        may_write: bool = False,
     ) -> Replicas:
         """Return a replica for each device, the first with the live module's buffers unless these are elsewhere.
 
         Args:
             plan: the parameters' buckets; None: those for this process alone.
+            may_write: whether it is not known if forward writes parameters. Then each replica but the first has memory
+                of its own, if that is not too much, and is for this forward only.
         """
         kind = (tracked, torch.is_inference_mode_enabled(), with_live_buffers, plan, *devices)
+        if may_write and not self.has_separate_memory and (len(devices) - 1) * self._num_bytes() <= _MOST_BYTES:
+            pool = ReplicaPool(self.blueprint, self.source, self.leftovers, writes=True, has_wrappers=self.has_wrappers)
+            self._for_one_forward[kind] = pool
+            return pool.take(devices, tracked, copies, plan)
         kept = self._take_kept(devices, kind)
         replicas = kept.by_kind.pop(kind, None)
         if replicas is not None and replicas.can_run_again():
@@ -462,9 +471,13 @@ class ReplicaPool:
             replicas.renew(copies, kept, self._idle)
             return replicas
         each, linked = self._stamp(kept.broadcast, devices, tracked, copies, with_live_buffers, plan)
+        self._for_one_forward.pop(kind, None)  # not before: no id of a layer comes again for another one
         returns_to = self._idle if self.blueprint.is_reusable else None
         times = self._times or in_each(len(devices))
         return Replicas(each, linked, kept, kind, returns_to, self.leftovers, self.blueprint, times, self.source)
+
+    def _num_bytes(self) -> int:
+        return sum([parameter.nbytes for parameter in self.blueprint.parameters.values()])
 
     def _take_kept(self, devices: Sequence[torch.device], kind: tuple[Any, ...]) -> KeptReplicas:
         """Return what is kept for these devices and is not in use, best with replicas of this kind; or a new one."""

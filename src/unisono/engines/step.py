@@ -49,7 +49,7 @@ from unisono.leftovers.first_steps import NOT_SYNCHRONISED, Look, ScriptedBatchN
 from unisono.leftovers.shared import Search, SharedWrites
 from unisono.leftovers.written_parameters import LookAtParameters
 from unisono.primitives.blueprint import Blueprint, collector_paused
-from unisono.primitives.change_tracking import Change, ContainerSnapshot
+from unisono.primitives.change_tracking import Change
 from unisono.primitives.outputs import Group, Outputs
 from unisono.primitives.parallel_apply import values_or_raise
 from unisono.primitives.placements import Replicate, Single
@@ -57,7 +57,7 @@ from unisono.primitives.replicate import unchanged_on_failure
 from unisono.runtime import devices as _devices
 from unisono.runtime import draws_off, timeline, torch_private
 from unisono.runtime.contexts import contextmanager
-from unisono.runtime.errors import ReplicaTimeout, add_note, text_of
+from unisono.runtime.errors import add_note, text_of
 from unisono.runtime.exchange import Exchange, exchanging
 from unisono.runtime.interrupts import interruptible
 from unisono.runtime.rng import own_streams
@@ -159,33 +159,19 @@ def _run_once(
     again: Replay | None,
     frozen: Sequence[torch.Tensor],
 ) -> Any:
-    """Run a step once.
-
-    A first forward that writes into parameters that its replicas share has changed nothing, and runs again with
-    replicas that have memory of their own: what it does outside of the module, such as a line that it prints, it
-    does twice.
-    """
-    while True:
-        with Copies(call.plan.devices) as copies:
-            step = Step(memory, pool, call, copies, again, frozen)
-            if not inside_replica():
-                memory.timings = step.timings
-            try:
-                output = step.forward()
-            except Exception as error:
-                if issubclass(type(error), ReplicaTimeout):  # a replica may write even now
-                    raise
-                if not step.has_put_back() or _devices.is_out_of_memory(error):
-                    raise
-            else:
-                if again is None and torch.is_grad_enabled():
-                    memory.frozen = step.linked.frozen() if step.linked.collector.frozen else []
-                    freeze(memory.frozen)
-                return output
-            finally:
-                if OBJECTS_HAVE_THREADS:
-                    free_in_workers()
-        pool = memory.pool_for(pool.blueprint.root, call.plan.source)
+    with Copies(call.plan.devices) as copies:
+        step = Step(memory, pool, call, copies, again, frozen)
+        if not inside_replica():
+            memory.timings = step.timings
+        try:
+            output = step.forward()
+        finally:
+            if OBJECTS_HAVE_THREADS:
+                free_in_workers()
+        if again is None and torch.is_grad_enabled():
+            memory.frozen = step.linked.frozen() if step.linked.collector.frozen else []
+            freeze(memory.frozen)
+        return output
 
 
 class Step:
@@ -214,12 +200,12 @@ class Step:
     ) -> None:
         self._memory, self._pool, self._call, self._plan, self._copies = memory, pool, call, call.plan, copies
         self._again, self._frozen, self._tracked = again, frozen, torch.is_grad_enabled()
+        self._is_early = call.plan.is_early and again is None
+        self._is_first = self._is_early and memory.first_steps.is_first(call.plan.counts_as)
         self._replay = again
         self._step = timeline.current_step() if timeline.recording else None
         self._buffers_in_backward: BuffersInBackward | None = None
-        self._parameters: LookAtParameters | None = None
         self._writes: SharedWrites | None = None
-        self._containers: ContainerSnapshot | None = None
         self._seen: dict[str, Any] = {}  # what `GraphSearch` needs of the forward
         self._reached: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.timings = [*map(ReplicaTiming, call.plan.devices, call.plan.sizes)]
@@ -245,7 +231,8 @@ class Step:
                 timeline.mark(timeline.REPLICATE)
             is_summed = call.sync_context is not None and self._tracked and pool.live_parameters
             buckets = call.sync_context.plan(pool.live_parameters) if is_summed else None
-            self._replicas = pool.take(plan.devices, self._tracked, self._copies, buckets)
+            may_write = self._is_first and plan.runs_whole
+            self._replicas = pool.take(plan.devices, self._tracked, self._copies, buckets, may_write=may_write)
         self.linked = self._replicas.linked
         if self._frozen:
             self.linked.freeze(self._frozen)
@@ -356,39 +343,23 @@ class Step:
         if self._tracked:
             writing.add(self._replicas)
 
-    def has_put_back(self) -> bool:
-        """Return whether this forward, which has failed, has written where replicas share memory, and can run again.
-
-        Parameters, and the containers in the module's attributes, are then as they were.
-        """
-        # Other processes take part in the first run's exchanges, and not in those of a second run.
-        if self._call.cross_process is not None or self._parameters is None or not self._parameters.put_back():
-            return False
-        if self._containers is not None:
-            self._containers.restore()
-        return True
-
     def _looks(self) -> list[Look]:
         """Return what looks at this forward; in a steady step only at parameters that it writes."""
         plan, memory, sync_context = self._plan, self._memory, self._call.sync_context
-        is_early = plan.is_early and self._again is None
         written = memory.written if plan.runs_whole else None
         runs_as_module = plan.runs_whole and len(plan.devices) == 1 and not self._replicas.is_remote
-        if runs_as_module and sync_context is None and not is_early and not written:
+        if runs_as_module and sync_context is None and not self._is_early and not written:
             return []
         note = None if sync_context is None else sync_context.gradient_sync.note_written
-        with_values = is_early and not inside_replica() and memory.first_steps.is_first(plan.structure)
-        may_differ = is_early and draws_off.are_off()  # `verify` compares parameters by itself
-        self._parameters = LookAtParameters(self._replicas.written, note, with_values, written, may_differ)
-        if with_values:
-            attributes = [vars(module).values() for module in self._pool.blueprint.modules]
-            self._containers = ContainerSnapshot(chain(*attributes))
-        return [self._parameters, *(self._first_looks() if is_early else ())]
+        with_values = self._is_first
+        may_differ = self._is_early and draws_off.are_off()  # `verify` compares parameters by itself
+        parameters = LookAtParameters(self._replicas.written, note, with_values, written, may_differ)
+        return [parameters, *(self._first_looks() if self._is_early else ())]
 
     def _first_looks(self) -> list[Look]:
         """Return what else looks at one of the first steps of a structure."""
         plan, blueprint, first_steps = self._plan, self._pool.blueprint, self._memory.first_steps
-        counted = first_steps.counted(plan.structure)
+        counted = first_steps.counted(plan.counts_as)
         if inside_replica():
             return [counted]
         looks: list[Look] = []
@@ -403,7 +374,7 @@ class Step:
         own = [module for replica in self._replicas.each for module in replica.modules]
         search = Search(blueprint.modules, blueprint.names, inputs, blueprint.observers, own)
         of_call = inputs.values(), plan.devices_of_runs
-        found = first_steps.looks(plan.structure, search, *of_call, in_threads=len(plan.devices) > 1)
+        found = first_steps.looks(plan.counts_as, search, *of_call, in_threads=len(plan.devices) > 1)
         self._writes = next((look for look in found if isinstance(look, SharedWrites)), None)
         return [*looks, *found]
 

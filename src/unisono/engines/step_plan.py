@@ -62,7 +62,8 @@ class StepPlan:
     # replicas' graphs may share nodes, which no replica's backward may free.
     carries_objects: bool
     structure: Hashable  # equal for steps that build the same graph, as far as modules and inputs tell
-    is_early: bool  # whether this is one of the first steps of that structure
+    counts_as: Hashable  # under which the first steps of that structure are counted
+    is_early: bool  # whether this is one of them
 
     @cached_property
     def sizes_of_runs(self) -> list[int]:
