@@ -94,8 +94,9 @@ class Ranks:
         return self._gradient_sync
 
     def _active(self, module: nn.Module, sync_batch_norm: bool | None) -> GradientSync | None:
-        takes_part = torch.is_grad_enabled() or (sync_batch_norm and module.training)
-        return self.gradient_sync(module) if takes_part and not inside_replica() else None
+        if self._gradient_sync is None or not (torch.is_grad_enabled() or (sync_batch_norm and module.training)):
+            return None
+        return None if inside_replica() else self.gradient_sync(module)
 
     def take_part(self, module: nn.Module, sync_batch_norm: bool | None) -> bool:
         """Return whether a forward of `module` that begins now is one of all ranks."""
@@ -208,7 +209,8 @@ class Ranks:
             has_more = bool(call.rescue or call.parts > 1 or call.sync_batch_norm)
             in_one_graph = is_alone and torch.is_grad_enabled() and not has_more
             options: Any = {"sync_context": sync_context, "in_one_graph": in_one_graph}
-            call = replace(call, rules=rules, part_rules=call.rules, **options)
+            # As `replace`, without its look at each field.
+            call = Call(**{**vars(call), "rules": rules, "part_rules": call.rules, **options})
             output = threads.forward(module, call)
         if torch.is_grad_enabled():
             sync_context.has_run()
