@@ -20,7 +20,7 @@ from unisono.distributed.gradient_sync import GradientSync, checked_weight
 from unisono.distributed.launchers import launch
 from unisono.distributed.process_group import communicator_for
 from unisono.distributed.uneven_inputs import even_batches
-from unisono.engines.distributed import Ranks
+from unisono.engines.rank_forward import Ranks
 from unisono.engines.step_memory import StepMemory
 from unisono.inference.map_and_evaluate import evaluate_batches, map_batches
 from unisono.leftovers.first_steps import FirstSteps

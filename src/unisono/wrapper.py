@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar
 
 from torch import nn
 
-from unisono.engines.distributed import Ranks
+from unisono.engines.rank_forward import Ranks
 from unisono.engines.step_memory import StepMemory
 from unisono.engines.step_plan import StepPlan
 from unisono.options import Options

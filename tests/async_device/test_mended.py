@@ -27,7 +27,7 @@ from helpers.in_time import in_time
 from helpers.modules import Calls, mlp
 from unisono import DataParallel
 from unisono.distributed import bucketed_all_reduce
-from unisono.distributed.bucketed_all_reduce import BucketedAllReduce, plan_for_ranks
+from unisono.distributed.bucketed_all_reduce import BucketedAllReduce, Structure, plan_for_ranks
 from unisono.distributed.process_group import Communicator
 from unisono.runtime import devices
 from unisono.runtime.devices import Event
@@ -354,11 +354,11 @@ def test_o_a_rank_that_is_early_asks_once_a_bucket(monkeypatch: pytest.MonkeyPat
     for name in ("FIRST_BUCKET_BYTES", "BUCKET_BYTES"):
         monkeypatch.setattr(bucketed_all_reduce, name, 1)
     tensors, questions = [torch.zeros(64) for _ in range(100)], list[int]()
-    plan = plan_for_ranks(tensors, lambda tensor: False, has_slots=False)
+    plan = plan_for_ranks(tensors, lambda tensor: False)
     assert len(plan.buckets) == len(tensors)
-    steps = SimpleNamespace(is_known=lambda: questions.append(1))
-    ranks: Any = SimpleNamespace(world_size=2, waits_on_host=lambda group: True)
-    reduction = BucketedAllReduce(ranks, None, plan, tensors, None, steps, {})
+    steps: Any = SimpleNamespace(is_known=lambda: questions.append(1))
+    ranks: Any = SimpleNamespace()
+    reduction = BucketedAllReduce(ranks, Structure(tensors, plan, 0, None, True, None, False, 0, 2), steps, {})
     for b, numbers in enumerate(plan.numbers):
         reduction.add(b, [tensors[number] for number in numbers])
     assert len(questions) <= len(plan.buckets)

@@ -230,8 +230,9 @@ class Collector:
     def end_forward(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return the live tensors that have got gradients inside forward, each with its gradient."""
         inside, self.inside = self.inside, None
-        contributions = [] if inside is None else inside.end()
-        joined = zip(self.live, self.joined(contributions), strict=True) if contributions else ()
+        if inside is None or not inside.contributions:
+            return []
+        joined = zip(self.live, self.joined(inside.end()), strict=True)
         return [(live, gradient) for live, gradient in joined if gradient is not None]
 
     def all_gradients(self, live_node: Any) -> Gradients | None:
@@ -256,7 +257,7 @@ class Collector:
             with timeline.during(timeline.REDUCE) if timeline.recording else _NOTHING:
                 found: Gradients = reduction.sum(self.joined(beside) if beside else [None] * len(self.live))
             sums = order_of_sums.sums(number, self, [])
-            return reduce(_added, [found, *(sums or [])])
+            return reduce(_added, [found, *sums]) if sums else found
         of_boundaries = self._of_boundaries.pop(number, [])
         every = [gradients for gradients, all_reduce in of_boundaries if all_reduce is None]
         unsummed = [(gradients, all_reduce) for gradients, all_reduce in of_boundaries if all_reduce is not None]
@@ -380,6 +381,8 @@ class OneOrder:
 
     def is_next(self, collector: Collector) -> bool:
         """Return whether the running backward reaches no later forward whose gradients are still to be summed."""
+        if _forward_of(collector) == self._num_forwards:
+            return True
         number = torch_private.number_of_backward()
         return not [each for each in self._to_come(number, collector) if _forward_of(each) > _forward_of(collector)]
 

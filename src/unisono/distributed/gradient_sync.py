@@ -6,10 +6,9 @@
               all-reduced over the ranks ──► gradient of the one loss over all rows
 
 The weight of a rank is its number of rows (or what the caller sets), so that nothing is averaged per process. The
-ranks' weights, and what they are about to reduce (consistency.py), come with the first bucket of gradients; where a
-hook or an accelerator has the buckets, the ranks all-gather them when backward starts. A rank whose weight is 0
-contributes zeros: its own gradients, which may be NaN, are never read. bucketed_all_reduce.py all-reduces while
-backward still runs.
+ranks all-gather their weights, and what they are about to reduce (consistency.py), when backward starts; those of a
+small model come with its gradients. A rank whose weight is 0 contributes zeros: its own gradients, which may be NaN,
+are never read. bucketed_all_reduce.py all-reduces while backward still runs.
 
 A backward that leads to no parameter, such as `torch.autograd.grad` for inputs, reduces nothing and waits for no rank.
 
@@ -34,10 +33,10 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import nn
 
-from unisono.distributed.bucketed_all_reduce import DOING, BucketedAllReduce, CommHook, plan_for_ranks
+from unisono.distributed.bucketed_all_reduce import DOING, BucketedAllReduce, CommHook, Structure, plan_for_ranks
 from unisono.distributed.consistency import (
     RankStep,
-    SlotWork,
+    RankSteps,
     WrittenValue,
     check_same_model,
     check_same_step,
@@ -152,7 +151,8 @@ class GradientSync:
         self._number = 0  # of the model, in the order of wrapping
         self.num_forwards = 0
         self._plans: dict[Any, tuple[BucketPlan, int]] = {}
-        self._latest: _Structure | None = None
+        self._latest: Structure | None = None
+        self.buffers = ModuleBuffers()  # while the parameters are those of the latest structure
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
@@ -213,26 +213,31 @@ class GradientSync:
         number, training = self.num_forwards + (module.training and is_step), module.training
         return SyncContext(self, weakref.ref(module), weight, given is not None, number, training, self.synchronised)
 
-    def structure(self, tensors: Sequence[torch.Tensor]) -> "_Structure":
-        """Return what is known about a module with these parameters; see `_Structure`."""
-        # A hook, and an accelerator, keep their buckets to gradients; and what no_sync() has left in `grad` has to be
-        # multiplied by what is not known before the first bucket is summed.
-        has_slots = self.hook is None and not self.accumulates and self.communicator.waits_on_host(self.group)
+    def structure(self, tensors: Sequence[torch.Tensor]) -> Structure:
+        """Return what is known about these parameters. The same list, and not only an equal one, has not changed."""
         latest = self._latest
-        if latest is None or latest.tensors is not tensors or latest.plan.has_slots is not has_slots:
+        if (
+            latest is None
+            or latest.tensors is not tensors
+            or latest.hook is not self.hook
+            or latest.accumulates is not self.accumulates
+        ):
             dtypes = [tensor.dtype for tensor in tensors]
             # By `map`, without Python code for each tensor.
-            forms = *map(torch.Tensor.size, tensors), *map(torch.Tensor.stride, tensors)
-            key = (has_slots, *map(id, tensors), *dtypes, *forms)
+            key = *map(id, tensors), *dtypes, *map(torch.Tensor.size, tensors), *map(torch.Tensor.stride, tensors)
             if key not in self._plans:
                 if len(self._plans) >= _MOST_PLANS:
                     self._plans.clear()
                 is_sparse = self._sparse.__contains__
-                plan = plan_for_ranks(tensors, lambda tensor: is_sparse(weakref.ref(tensor)), has_slots=has_slots)
+                plan = plan_for_ranks(tensors, lambda tensor: is_sparse(weakref.ref(tensor)))
                 placed = [place >= 0 for place in plan.places]
                 digest = digest_of(repr([*zip(map(description_of, tensors), placed, strict=True)]))
                 self._plans[key] = plan, digest
-            self._latest = latest = _Structure(tensors, *self._plans[key])
+            communicator, group = self.communicator, self.group
+            on_host, ranks = communicator.waits_on_host(group), (communicator.rank, communicator.world_size)
+            of_sync = group, on_host, self.hook, self.accumulates
+            self._latest = latest = Structure(tensors, *self._plans[key], *of_sync, *ranks)
+            self.buffers = ModuleBuffers()
         return latest
 
     def note_written(self, parameters: Iterable[torch.Tensor]) -> None:
@@ -242,29 +247,28 @@ class GradientSync:
         """
         self._written.update((id(parameter), parameter) for parameter in parameters)
 
-    def take_written(self, module: nn.Module | None) -> list[WrittenValue]:
-        """Return what forwards have written into parameters of `module` since the last reduction."""
+    def take_written(self, module_of: Callable[[], nn.Module | None]) -> list[WrittenValue]:
+        """Return what forwards have written into parameters of a module since the last reduction."""
         if not self._written:
             return []
-        written, self._written = self._written, {}
+        module, written, self._written = module_of(), self._written, {}
         named = [] if module is None else [(name, p) for name, p in module.named_parameters() if id(p) in written]
         return [*zip([name for name, _ in named], fingerprints([p for _, p in named]), strict=True)]
 
     def rank_step(
-        self, sync_context: "SyncContext", structure: "_Structure", written: Sequence[WrittenValue]
+        self, sync_context: "SyncContext", structure: Structure, written: Sequence[WrittenValue], of_buffers: int
     ) -> RankStep:
         """Return this rank's description of the reduction that it starts; `written` is from `take_written`."""
-        module = sync_context.module_to_broadcast()
         if not self._number:  # a copy, which all ranks start to train now
             self._number = self.communicator.next_model_number()
         return RankStep(
             weight=sync_context.weight,
-            model=self._number,
             forward=sync_context.number,
+            model=self._number,
             training=sync_context.training,
             digest=structure.digest,
             written=digest_of(repr(written)) if written else 0,
-            buffers=0 if module is None else structure.buffers(module)[-1],
+            buffers=of_buffers,
             in_no_sync=not sync_context.synchronised,
             weight_given=sync_context.weight_given,
             is_sum=self.loss == "sum",
@@ -280,23 +284,23 @@ class GradientSync:
             self._latest = None
 
 
-class _Structure:
-    """What is known about a module while the list of its parameters is the same list, and not only an equal one."""
+class ModuleBuffers:
+    """The buffers of a module that keeps its parts."""
 
-    def __init__(self, tensors: Sequence[torch.Tensor], plan: BucketPlan, digest: int) -> None:
-        self.tensors = tensors  # its parameters that need gradients
-        self.plan, self.digest = plan, digest  # their buckets; equal on ranks with equal plans
+    def __init__(self) -> None:
         self._registries: list[Any] | None = None  # the `_buffers` of the modules
         self._forms: Any = None
         self._buckets: Sequence[Bucket] = ()
         self._digest = 0
 
-    def buffers(self, module: nn.Module) -> tuple[list[torch.Tensor], Sequence[Bucket], int]:
+    def of(self, module: nn.Module) -> tuple[list[torch.Tensor], Sequence[Bucket], int]:
         """Return the module's buffers, new ones in the place of others too, the buckets to broadcast them in, and a
         digest that is equal on ranks whose buffers have equal forms.
         """
         if self._registries is None:
             self._registries = [each._buffers for each in module.modules()]
+        if not any(self._registries):
+            return [], (), 0
         values = chain.from_iterable(map(methodcaller("values"), self._registries))
         buffers = [b for b in values if b is not None and not b.is_sparse]
         forms = [(b.dtype, b.device) for b in buffers], [*map(torch.Tensor.size, buffers)]
@@ -326,10 +330,6 @@ class SyncContext:
         """The weight of this rank's loss in the loss over all rows, relative to the other ranks'; 0 without rows."""
         return self.weight if self.gradient_sync.loss == "mean" else float(self.weight > 0)
 
-    def module_to_broadcast(self) -> nn.Module | None:
-        """Return the module whose buffers one rank broadcasts in backward; None if none does."""
-        return self.module() if self.training and self.synchronised else None
-
     def has_run(self) -> None:
         """Count the forward. One that fails, and may be tried again with fewer rows, does not count."""
         self.gradient_sync.num_forwards = self.number
@@ -348,91 +348,60 @@ class SyncContext:
         Args:
             plan: that of the buckets in which the gradients come; None: they come all at once.
         """
-        return (AllReduce if self.synchronised else LocalAccumulation)(self, tensors, node, plan)
+        return AllReduce(self, tensors, node, plan) if self.synchronised else LocalAccumulation(self, tensors, node)
 
     def sum(self, tensors: Sequence[torch.Tensor], node: Any, gradients: Gradients) -> Gradients:
         """Return the sums over the ranks of the gradients of `tensors`, in the running backward of `node`."""
         return self.begin(tensors, node).sum(gradients)
 
 
-class _RankSteps:
-    """What all ranks do in one reduction: it comes with the first bucket, or is gathered while backward runs.
-
-    Not a part of the reduction, whose buckets would be kept by the reference cycle after the gradients are gone.
-    """
-
-    def __init__(self, sync_context: SyncContext, structure: _Structure, *, in_bucket: bool) -> None:
-        self._sync_context, self._structure = sync_context, structure
-        gradient_sync = sync_context.gradient_sync
-        self.own_weight = sync_context.weight_of_loss  # of this rank's gradients; 0 if they must not be read
-        self._written = gradient_sync.take_written(sync_context.module())
-        mine = gradient_sync.rank_step(sync_context, structure, self._written)
-        communicator = gradient_sync.communicator
-        # What waits for each rank's step.
-        self.work = SlotWork(communicator, mine, DOING) if in_bucket else communicator.all_gather(mine, DOING)
-        self._all: list[RankStep] = []
-
-    @property
-    def all(self) -> list[RankStep]:
-        """Each rank's step.
-
-        Raises:
-            RuntimeError: the ranks have not started the same reduction.
-        """
-        if not self._all:
-            steps, context = [RankStep(*step) for step in self.work.wait()], self._sync_context
-            communicator, tensors = context.gradient_sync.communicator, self._structure.tensors
-            check_same_step(communicator, steps, tensors, context.module(), self._written, DOING)
-            self._all = steps
-        return self._all
-
-    def is_known(self) -> bool:
-        """Return whether `all` would return at once."""
-        return bool(self._all) or self.work.is_completed()
-
-    def total_weight(self) -> float:
-        """Return what the sum of the ranks' weighted gradients has to be divided by."""
-        steps = self.all
-        if self._sync_context.gradient_sync.loss == "sum":
-            return 1.0
-        return sum(step.weight for step in steps) or 1.0
-
-    def scale(self) -> float:
-        """Return the factor for this rank's gradients; 0 if they must not be read."""
-        return self.own_weight / self.total_weight()
-
-
 class RankReduction(abc.ABC):
     """The reduction of the parameters' gradients in one backward.
 
-    `add` may be called from several threads. If an error ends the backward before `sum`, `failed` has to be called, or
-    `left` where it is not known.
+    If an error ends the backward before `sum`, `failed` has to be called, or `left` where it is not known.
+
+    Attributes:
+        derivative: of the result with respect to this rank's gradients; known when it is finished.
+        takes_buckets: whether `add` should get the buckets that are complete, during backward.
+        add: adds gradients of a bucket; see `BucketedAllReduce.add`.
     """
 
-    derivative = 1.0  # of the result with respect to this rank's gradients; known when it is finished
-    takes_buckets = False  # whether `add` should get the buckets that are complete, during backward
+    derivative = 1.0
+    takes_buckets = False
+    add: Callable[[int, Sequence[torch.Tensor | None] | torch.Tensor], None]
 
-    def __init__(
-        self, sync_context: "SyncContext", tensors: Sequence[torch.Tensor], node: Any, plan: BucketPlan | None
-    ) -> None:
+    def __init__(self, sync_context: "SyncContext", tensors: Sequence[torch.Tensor], node: Any) -> None:
         self._sync_context, self._tensors, self._node = sync_context, tensors, node
-        self._gradient_sync = sync_context.gradient_sync
-        self._communicator = self._gradient_sync.communicator
-        self._structure = self._gradient_sync.structure(tensors)
+        self._gradient_sync = gradient_sync = sync_context.gradient_sync
+        self._communicator = communicator = gradient_sync.communicator
+        self._structure = structure = gradient_sync.structure(tensors)
         # A reduction inside a backward that has begun another one, as in a checkpoint around a wrapped model. When the
         # other one's buckets are sent depends on time, unless they all are that are complete.
-        running = None if self._communicator.reduction is None else self._communicator.reduction()
-        if isinstance(running, AllReduce):
+        running = None if communicator.reduction is None else communicator.reduction()
+        if running is not None:
             running.settle()
-        self._communicator.reduction = weakref.ref(self)
-        in_bucket = sync_context.synchronised and self._structure.plan.has_slots
-        self._steps = _RankSteps(sync_context, self._structure, in_bucket=in_bucket)
+        communicator.reduction = weakref.ref(self)
+        self._buffers, of_buffers = gradient_sync.buffers, 0
+        # The module whose buffers one rank broadcasts; None if none does.
+        self._module = sync_context.module() if sync_context.training and sync_context.synchronised else None
+        if self._module is not None:
+            buffers, _, of_buffers = self._buffers.of(self._module)
+            self._module = self._module if buffers else None
+        written = gradient_sync.take_written(sync_context.module)
+        self._steps = RankSteps(
+            communicator,
+            gradient_sync.rank_step(sync_context, structure, written, of_buffers),
+            sync_context.weight_of_loss,
+            partial(check_same_step, communicator, tensors, sync_context.module, written, DOING),
+            DOING,
+            in_one_message=sync_context.synchronised and structure.in_one_message,
+        )
 
-    def add(self, bucket: int, gradients: Sequence[torch.Tensor | None] | torch.Tensor) -> None:
-        """Add gradients of a bucket; see `BucketedAllReduce.add`."""
-        raise NotImplementedError
+    def settle(self) -> None:
+        """Send the buckets that are complete."""
+        return
 
-    def sum(self, rest: Gradients, when_sent: Callable[[], object] = lambda: None) -> Gradients:
+    def sum(self, rest: Gradients, when_sent: Callable[[], object] | None = None) -> Gradients:
         """Add the rest of the gradients; return the sum of each over the ranks, or None.
 
         Args:
@@ -442,7 +411,8 @@ class RankReduction(abc.ABC):
             if torch.is_grad_enabled():
                 return self.differentiable(rest)
             wait = self.send(rest)
-            when_sent()
+            if when_sent is not None:
+                when_sent()
             return wait()
         except BaseException as error:
             self.failed(error)
@@ -480,28 +450,25 @@ class AllReduce(RankReduction):
     def __init__(
         self, sync_context: "SyncContext", tensors: Sequence[torch.Tensor], node: Any, plan: BucketPlan | None
     ) -> None:
-        super().__init__(sync_context, tensors, node, plan)
-        # This sum includes, and its result replaces, what backwards in no_sync() have left in `grad`.
-        own = self._gradient_sync.own_grads
-        numbers = [n for n in self._accumulated() if weakref.ref(tensors[n]) in own] if own else []
-        own.difference_update(weakref.ref(tensors[n]) for n in numbers)
-        local_grads = {n: grad for n in numbers if (grad := tensors[n].grad) is not None}
-        self._replaced = [tensors[n] for n in local_grads]
-        group, hook = self._gradient_sync.group, self._gradient_sync.hook
+        super().__init__(sync_context, tensors, node)
+        structure = self._structure
         # The collectives of an accelerator have to start in one order on all ranks. When a bucket is full depends on
         # which gradients a rank has, and on time; so there all buckets come after the exchanges.
-        early = not sync_context.has_exchanges or self._communicator.waits_on_host(group)
-        # The plan may have changed since forward: a hook, sparse gradients, no_sync().
-        self.takes_buckets = early and plan is self._structure.plan
-        self._all_reduce = BucketedAllReduce(
-            self._communicator, group, self._structure.plan, tensors, hook, self._steps, local_grads
-        )
+        # The plan may have changed since forward: by sparse gradients.
+        self.takes_buckets = plan is structure.plan and (structure.on_host or not sync_context.has_exchanges)
+        local_grads = self._of_no_sync() if self._gradient_sync.own_grads else {}
+        self._replaced = [tensors[n] for n in local_grads]
+        self._all_reduce = BucketedAllReduce(self._communicator, structure, self._steps, local_grads)
+        self.add = self._all_reduce.add
 
-    def add(self, bucket: int, gradients: Sequence[torch.Tensor | None] | torch.Tensor) -> None:
-        self._all_reduce.add(bucket, gradients)
+    def _of_no_sync(self) -> dict[int, torch.Tensor]:
+        """Return what backwards in no_sync() have left in `grad`, by number: this sum includes it, and replaces it."""
+        own, tensors = self._gradient_sync.own_grads, self._tensors
+        numbers = [n for n in self._accumulated() if weakref.ref(tensors[n]) in own]
+        own.difference_update(weakref.ref(tensors[n]) for n in numbers)
+        return {n: grad for n in numbers if (grad := tensors[n].grad) is not None}
 
     def settle(self) -> None:
-        """Send what is complete, unless all is sent: then every rank has sent the same."""
         self._all_reduce.settle()
 
     def send(self, rest: Sequence[torch.Tensor | None]) -> Wait:
@@ -509,24 +476,22 @@ class AllReduce(RankReduction):
         return self._wait
 
     def _wait(self) -> list[torch.Tensor | None]:
-        found = self._all_reduce.wait(self._broadcast_buffers)
-        self._gradient_sync.mark_sparse([self._tensors[number] for number in self._all_reduce.sparse])
+        found = self._all_reduce.wait(None if self._module is None else partial(self._broadcast_of, self._module))
+        if self._all_reduce.sparse:
+            self._gradient_sync.mark_sparse([self._tensors[number] for number in self._all_reduce.sparse])
         for tensor in self._replaced:
             tensor.grad = None  # the result, which autograd puts there, includes it
         return found
 
-    def _broadcast_buffers(self) -> Callable[[], None]:
-        module = self._sync_context.module_to_broadcast()
-        buffers, plan, _ = ([], (), 0) if module is None else self._structure.buffers(module)
-        if not plan:
-            return lambda: None
+    def _broadcast_of(self, module: nn.Module) -> Callable[[], None]:
         # The buffers of the first rank with rows persist, as those of the first replica do.
-        source = next((rank for rank, step in enumerate(self._steps.all) if step.weight), 0)
+        source = next((rank for rank, weight in enumerate(self._steps.weights) if weight), 0)
+        buffers, plan, _ = self._buffers.of(module)
         return self._communicator.broadcast(source, buffers, self._gradient_sync.group, _OF_BUFFERS, plan)
 
 
 class LocalAccumulation(RankReduction):
-    """In no_sync(): this rank's own gradients, multiplied by the number of ranks."""
+    """In no_sync(): this rank's own gradients, multiplied by the number of ranks. All come at once."""
 
     def send(self, rest: Sequence[torch.Tensor | None]) -> Wait:
         return partial(self._scaled, rest)

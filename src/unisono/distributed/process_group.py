@@ -208,7 +208,8 @@ class Communicator:
 
         It uses the store only, and so works before the ranks are connected.
         """
-        self._raise_if_broken()
+        if self._broken is not None:
+            raise RuntimeError(self._broken)
         self._num_barriers += 1
         key = f"barrier/{self._num_barriers}"
 
@@ -262,7 +263,7 @@ class Communicator:
         table = array("d", bytes(8 * _NUM_GATHERED * before)) + own + array("d", bytes(8 * _NUM_GATHERED * after))
         tensor = torch.frombuffer(table, dtype=torch.float64)
         number = self.next_comparison()
-        work = self.start(lambda: distributed.all_reduce(tensor, group=self._control, async_op=True))
+        work = self.start(partial(torch_private.all_reduce, tensor, self._control))
         return AllGatherWork(self, work, table, len(values), doing, number)
 
     def all_reduce(self, tensor: torch.Tensor, doing: str, group: Any = None, comparison: int = 0) -> "AllReduceWork":
@@ -272,7 +273,7 @@ class Communicator:
             comparison: its number, if the ranks compare what they do by this sum; see `AllReduceWork.wait`.
         """
         group = self._control if group is None else group
-        work = self.start(lambda: distributed.all_reduce(tensor, group=group, async_op=True))
+        work = self.start(partial(torch_private.all_reduce, tensor, group))
         return AllReduceWork(self, work, tensor, doing, group, comparison)
 
     def all_reduce_sparse(self, tensor: torch.Tensor, group: Any, doing: str) -> torch.Tensor:
@@ -407,7 +408,8 @@ class Communicator:
 
     def start(self, collective: Callable[[], Any]) -> Any:
         """Start an asynchronous collective of torch.distributed, unless this communicator is broken."""
-        self._raise_if_broken()
+        if self._broken is not None:
+            raise RuntimeError(self._broken)
         if self._raised:
             self._take_back_exception()
         try:
@@ -630,14 +632,12 @@ class Communicator:
         more = self.failure_store.get("failed").partition("\n")[2]  # a failed rank may have said more when it ended
         raise error if more in ("", reason) else RuntimeError(f"{says}{more}")
 
-    def _raise_if_broken(self) -> None:
-        if self._broken is not None:
-            raise RuntimeError(self._broken)
-        if os.getpid() != self.failure_store.pid:
-            raise RuntimeError(
-                f"this process was forked by rank {self.rank} and takes no part in the training of the ranks. "
-                "Use model.module in it, or torch.no_grad()."
-            )
+    def break_in_child(self) -> None:
+        """In a process forked by this one: take part in nothing."""
+        self._broken = (
+            f"this process was forked by rank {self.rank} and takes no part in the training of the ranks. "
+            "Use model.module in it, or torch.no_grad()."
+        )
 
     def end(self, why: str) -> None:
         """End the groups. Their collectives have ended; a later one is an error."""
@@ -792,6 +792,7 @@ def end_groups(groups: "list[Any]") -> None:
 
 def _after_fork() -> None:
     for process_group, communicator in list(_communicators.items()):
+        communicator.break_in_child()
         for group in (process_group, communicator._control, *communicator._groups.values()):
             leak_process_group(group)
         communicator._made.clear()

@@ -51,7 +51,7 @@ class Bucket:
     items: tuple[tuple[int, Form], ...]  # the tensors' numbers and forms
     aligned_bytes: int = 1  # each tensor begins at a multiple of this; 1 leaves no gaps
 
-    @property
+    @cached_property
     def num_entries(self) -> int:
         return self._layout[2][-1]
 
@@ -131,19 +131,15 @@ class BucketPlan:
         forms: of each bucket, their forms; None for one parameter whose gradients are not flattened.
         source: of each bucket, the device of its parameters.
         num_parameters: how many there are.
-        has_slots: whether the first bucket has slots, by which the ranks compare their steps. It may have nothing else.
     """
 
     numbers: Sequence[tuple[int, ...]]
     forms: Sequence[Bucket | None]
     source: Sequence[torch.device]
     num_parameters: int
-    has_slots: bool = False
 
     @classmethod
-    def of(
-        cls, parameters: Sequence[torch.Tensor], buckets: Sequence[Bucket], *, has_slots: bool = False
-    ) -> "BucketPlan":
+    def of(cls, parameters: Sequence[torch.Tensor], buckets: Sequence[Bucket]) -> "BucketPlan":
         """Return the plan of these buckets, and of one without a form for each parameter that is in none of them."""
         placed = {number for bucket in buckets for number in bucket.numbers}
         alone = [n for n, _ in enumerate(parameters) if n not in placed]
@@ -152,7 +148,6 @@ class BucketPlan:
             [*buckets, *[None for _ in alone]],
             [*(bucket.device for bucket in buckets), *(parameters[n].device for n in alone)],
             len(parameters),
-            has_slots,
         )
 
     @classmethod

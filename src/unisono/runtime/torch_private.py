@@ -1472,6 +1472,13 @@ def abort_group(group: Any) -> None:
         threading.Thread(target=lambda: [each() for each in abort], name="unisono-abort", daemon=True).start()
 
 
+def all_reduce(tensor: torch.Tensor, group: Any) -> Any:
+    """Begin to sum a tensor over the ranks of a group; return the work. Fallback: with torch's checks before it."""
+    if not hasattr(group, "allreduce"):
+        return torch.distributed.all_reduce(tensor, group=group, async_op=True)
+    return group.allreduce([tensor])
+
+
 def all_gather_into(flat: torch.Tensor, tensor: torch.Tensor, group: Any) -> Any:
     """Begin to all-gather a tensor into `flat`, whose first axis is the rank; return the work. gloo cannot do it."""
     distributed: Any = torch.distributed

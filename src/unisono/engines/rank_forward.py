@@ -95,8 +95,9 @@ class Ranks:
         return self._gradient_sync
 
     def _active(self, module: nn.Module, sync_batch_norm: bool | None) -> GradientSync | None:
-        takes_part = torch.is_grad_enabled() or (sync_batch_norm and module.training)
-        return self.gradient_sync(module) if takes_part and not inside_replica() else None
+        if self._gradient_sync is None or not (torch.is_grad_enabled() or (sync_batch_norm and module.training)):
+            return None
+        return None if inside_replica() else self.gradient_sync(module)
 
     def take_part(self, module: nn.Module, sync_batch_norm: bool | None) -> bool:
         """Return whether a forward of `module` that begins now is one of all ranks."""
