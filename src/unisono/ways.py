@@ -25,7 +25,7 @@ from unisono.engines.lanes import Lane, LaneCall
 from unisono.engines.replica import ReplicaPool
 from unisono.engines.step import NOTES, run_step
 from unisono.engines.step_memory import StepMemory, freeze
-from unisono.engines.step_plan import Call, StepPlan, called, carries_objects, check_replicas, keep
+from unisono.engines.step_plan import Call, StepPlan, called, carries_objects, check_replicas, keep_plan
 from unisono.inference.batch_map import Callee
 from unisono.inference.lane_choice import choice_for
 from unisono.leftovers.attributes import AnyReplicas
@@ -105,7 +105,7 @@ _APPLIED_ONE_BY_ONE = (
 )
 
 
-# Runs a call of a wrapper: the method (None: the module itself), the inputs and the keyword inputs; returns the output.
+# Runs a call of a wrapper by its method (None: the module itself), its inputs and, if any, the measured shares.
 Way: TypeAlias = Callable[..., Any]
 
 
@@ -208,9 +208,10 @@ def _run_replicas(
         _check_is_not_captured(options.accelerators)
         _prepare_checkpoint(options.accelerators)
     in_one_graph = not in_ranks and (verb is not None or modes_that_stay())
-    way: Way = plain_composition if in_one_graph else on_all_devices
+    way: Way = plain_composition if in_one_graph else partial(on_all_devices, in_ranks=in_ranks)
     if options.measured is not None and not inside_replica():  # there replicas run one after the other
-        return _run_measured(wrapper, method, inputs, kwargs, way, may_use_one_device=not in_ranks)
+        may: dict[str, bool] = {"may_time": not in_one_graph, "may_use_one_device": not in_ranks}
+        return _run_measured(wrapper, method, inputs, kwargs, way, **may)
     return way(wrapper, method, inputs, kwargs)
 
 
@@ -241,18 +242,21 @@ def _run_measured(
     kwargs: dict[str, Any],
     way: Way,
     *,
+    may_time: bool,
     may_use_one_device: bool,
 ) -> Any:
     """Run a call with the measured shares of its kind, and time it if that is due."""
     options, rows = wrapper._options, None
     shares = options.measured_for(method)
-    if shares.should_time_next() and way is on_all_devices and not modes_that_stay():
+    if shares.should_time_next() and may_time and not modes_that_stay():
         with contextlib.suppress(TypeError, ValueError):  # several devices refuse such inputs, with this error
             rows = arguments_of(wrapper, method, inputs, kwargs).rows
+    run: Callable[..., Any]
     if shares.on_first_device and may_use_one_device and options.parts == 1:
         run = partial(on_one_device, wrapper, method, inputs, kwargs)
     else:
-        run = partial(way, wrapper, method, inputs, kwargs, shares, is_timed=bool(rows))
+        run = partial(way, wrapper, method, inputs, kwargs, shares)
+        run = partial(run, is_timed=True) if rows else run
     return _timed(run, shares, rows, wrapper._step_memory, options.devices) if rows else run()
 
 
@@ -503,6 +507,7 @@ def on_all_devices(
     kwargs: dict[str, Any],
     measured: MeasuredShares | None = None,
     *,
+    in_ranks: bool,
     is_timed: bool = False,
 ) -> Any:
     """Run a replica on every device, each in a thread, by the plan of this kind of step.
@@ -511,7 +516,6 @@ def on_all_devices(
     """
     options, memory, ranks = wrapper._options, wrapper._step_memory, wrapper._ranks
     module, here, tracked = wrapper._modules["module"], device_of_replica(wrapper), torch.is_grad_enabled()
-    in_ranks = ranks is not None and ranks.take_part(module, options.sync_batch_norm)
     frozen = memory.thaw() if memory.frozen else ()
     arguments, plan = Arguments(inputs, kwargs, options.dim), None
     try:
@@ -519,8 +523,8 @@ def on_all_devices(
         stays = in_ranks and modes_that_stay()
         pool = None if stays else memory.pool_for(module, here or options.devices[0])
         weights = None if measured is None else tuple(measured.weights)
-        kind = arguments.kind(on_any_axis=options.in_dims is not ...)
-        kind = kind and (method, tracked, in_ranks, options.version, weights, is_timed, kind)
+        of_inputs = arguments.kind(on_any_axis=options.in_dims is not ...)
+        kind = of_inputs and (method, tracked, in_ranks, options.version, weights, is_timed, of_inputs)
         plan = None if pool is None else pool.blueprint.plans.get(kind)
         if plan is not None:
             arguments.rows, arguments.axes = plan.rows, plan.axes
@@ -528,18 +532,21 @@ def on_all_devices(
             _with_rows(wrapper, method, arguments)
             if pool is not None and pool.blueprint.observers and tracked and not in_ranks:
                 # A hook keeps tensors of the replicas for the caller: they have to be a part of the caller's graph.
+                freeze(frozen)
                 return plain_composition(wrapper, method, inputs, kwargs, measured)
             plan = plan_of(wrapper, method, arguments, pool, measured, is_timed=is_timed, in_ranks=in_ranks)
             arguments.check_whole(len(plan.sizes), memory.warnings, in_parts=plan.parts > 1)
             if pool is not None:
                 check_replicas(plan, pool.blueprint, memory.warnings)
                 if kind is not None and not plan.is_early:
-                    keep(pool.blueprint.plans, kind, plan)
-        call = Call(plan if wrapper._weighed is None else wrapper._weighed(plan), arguments)
-        if ranks is not None:
-            return ranks.run_step(memory, module, pool, call, frozen)
-        assert pool is not None
-        return run_step(memory, pool, call, frozen)
+                    keep_plan(pool.blueprint.plans, kind, plan)
+        exchange = None if ranks is None or in_ranks else ranks.own_exchange(options.sync_batch_norm)
+        call = Call(plan if wrapper._weighed is None else wrapper._weighed(plan), arguments, cross_process=exchange)
+        run = None if pool is None else partial(run_step, memory, pool, frozen)
+        if ranks is not None and in_ranks:
+            return ranks.run_step(module, call, run, memory.warnings)
+        assert run is not None  # modes that stay are for other ways, then
+        return run(call)
     except BaseException as error:
         freeze(frozen)
         if issubclass(type(error), _OF_SHAPES) and plan is not None:
@@ -568,10 +575,8 @@ def plain_composition(
     inputs: tuple[Any, ...],
     kwargs: dict[str, Any],
     measured: MeasuredShares | None = None,
-    *,
-    is_timed: bool = False,
 ) -> Any:
-    """Run the four verbs one after the other. Args: as for `plan_of`; `is_timed` changes nothing."""
+    """Run the four verbs one after the other. Args: as for `plan_of`."""
     module, options, here = wrapper.module, wrapper._options, device_of_replica(wrapper)
     check_device(module, chain(module.parameters(), module.buffers()), here or options.devices[0])
     if options.sync_batch_norm and _overrides(wrapper, "parallel_apply"):

@@ -25,10 +25,8 @@ from torch.func import functional_call
 from unisono.autograd.graph_search import is_reentrant_checkpoint, leaves_and_nodes
 from unisono.autograd.linked import link_parameters
 from unisono.distributed.gradient_sync import SENT_TWICE, GradientSync, SyncContext, UnboundGradientSync
-from unisono.engines.replica import ReplicaPool
-from unisono.engines.step import run_step
 from unisono.engines.step_memory import StepMemory
-from unisono.engines.step_plan import Call
+from unisono.engines.step_plan import Call, called
 from unisono.leftovers.first_steps import ScriptedBatchNorm
 from unisono.leftovers.written_parameters import LookAtParameters, WrittenParameters
 from unisono.primitives import pytree
@@ -40,6 +38,7 @@ from unisono.primitives.replicate import write_values
 from unisono.runtime import devices as _devices
 from unisono.runtime import torch_private
 from unisono.runtime.errors import add_note, log_once
+from unisono.runtime.model_warnings import ModelWarnings
 from unisono.runtime.thread_pool import inside_replica, run_together
 from unisono.sync_batch_norm.across_processes import CrossProcessAllGather, InEvalMode
 from unisono.sync_batch_norm.function_mode import run_as_replica, run_outside_of_step
@@ -110,42 +109,26 @@ class Ranks:
         return InEvalMode() if sync_batch_norm and is_bound and not inside_replica() else None
 
     def run_step(
-        self,
-        memory: StepMemory,
-        module: nn.Module,
-        pool: ReplicaPool | None,
-        call: Call,
-        frozen: Sequence[torch.Tensor],
+        self, module: nn.Module, call: Call, run: Callable[[Call], Any] | None, warnings: ModelWarnings
     ) -> Any:
-        """Do what `step.run_step` does; the backward of its output sums the gradients over the ranks.
+        """Do what `step.run_step` does for a forward of all ranks: the backward of its output sums the gradients.
 
         Args:
-            pool: None: a mode is active that cannot follow into other threads.
+            run: runs a call of the module; None: a mode is active that cannot follow into other threads, and the module
+                runs whole, in the caller's graph.
+            warnings: the model's.
         """
-        plan = call.plan
-        gradient_sync = self._active(module, plan.sync_batch_norm)
-        if gradient_sync is None:
-            exchange = self.own_exchange(plan.sync_batch_norm)
-            call = call if exchange is None else replace(call, cross_process=exchange)
-            assert pool is not None  # modes that stay are for other ways, then
-            return run_step(memory, pool, call, frozen)
+        gradient_sync = self.gradient_sync(module)
+        assert gradient_sync is not None  # as `take_part` has said
         if torch_private.runs_in_ddp():
-            memory.warnings.give(SENT_TWICE)
+            warnings.give(SENT_TWICE)
         try:
-            return self._run_step(gradient_sync, memory, module, pool, call, frozen)
+            return self._run_step(gradient_sync, module, call, run or partial(self._run_noting_writes, module))
         except BaseException as error:
             gradient_sync.communicator.publish_exception(error)
             raise
 
-    def _run_step(
-        self,
-        gradient_sync: GradientSync,
-        memory: StepMemory,
-        module: nn.Module,
-        pool: ReplicaPool | None,
-        call: Call,
-        frozen: Sequence[torch.Tensor],
-    ) -> Any:
+    def _run_step(self, gradient_sync: GradientSync, module: nn.Module, call: Call, run: Callable[[Call], Any]) -> Any:
         plan = call.plan
         sync_context, all_gather = gradient_sync.sync_context(module, plan.rows), None
         if plan.sync_batch_norm and module.training:
@@ -155,10 +138,9 @@ class Ranks:
         if plan.sync_batch_norm:
             call = replace(call, cross_process=all_gather or InEvalMode())
         call = replace(call, sync_context=sync_context)
-        if plan.rows == 0:
-            output = self._run_on_stand_in(gradient_sync, memory, module, pool, call, frozen)
-        else:
-            output = self._run(memory, module, pool, call, frozen)
+        output = run(call) if plan.rows != 0 else self._run_on_stand_in(gradient_sync, module, call, run)
+        if torch.is_grad_enabled():
+            sync_context.has_run()
         if gradient_sync.sample is None and plan.rows:
             gradient_sync.sample = call.arguments.first_rows(_STAND_IN_ROWS)
         if all_gather is not None and not torch.is_grad_enabled():
@@ -166,13 +148,7 @@ class Ranks:
         return output
 
     def _run_on_stand_in(
-        self,
-        gradient_sync: GradientSync,
-        memory: StepMemory,
-        module: nn.Module,
-        pool: ReplicaPool | None,
-        call: Call,
-        frozen: Sequence[torch.Tensor],
+        self, gradient_sync: GradientSync, module: nn.Module, call: Call, run: Callable[[Call], Any]
     ) -> Any:
         buffers = list(module.buffers())
         before = [buffer.detach().clone() for buffer in buffers]
@@ -184,7 +160,7 @@ class Ranks:
         plan = replace(call.plan, sizes=(_STAND_IN_ROWS,), rows=_STAND_IN_ROWS)
         stand_in = replace(call, arguments=call.arguments.with_rows_of(sample), plan=plan)
         try:
-            output = without_rows(self._run(memory, module, pool, stand_in, frozen), plan.part_rules)
+            output = without_rows(run(stand_in), plan.part_rules)
         except BaseException as error:
             add_note(error, _NO_ROWS)
             raise
@@ -228,22 +204,9 @@ class Ranks:
         look.end()
         return output
 
-    def _run(
-        self,
-        memory: StepMemory,
-        module: nn.Module,
-        pool: ReplicaPool | None,
-        call: Call,
-        frozen: Sequence[torch.Tensor],
-    ) -> Any:
-        if pool is None:
-            run = partial(self._run_in_callers_graph, module, call)
-            output = self._noting_writes(module, run, with_values=False)
-        else:
-            output = run_step(memory, pool, call, frozen)
-        if torch.is_grad_enabled():
-            call.sync_context.has_run()
-        return output
+    def _run_noting_writes(self, module: nn.Module, call: Call) -> Any:
+        run = partial(self._run_in_callers_graph, module, call)
+        return self._noting_writes(module, run, with_values=False)
 
     @staticmethod
     def _with_own_parameters(module: nn.Module, method: str | None, sync_context: SyncContext) -> Callable[..., Any]:
@@ -289,5 +252,4 @@ class _MethodAsForward(nn.Module):
         self._method = method
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        called = self.module if self._method is None else getattr(self.module, self._method)
-        return called(*inputs, **kwargs)
+        return called(self.module, self._method)(*inputs, **kwargs)

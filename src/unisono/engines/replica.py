@@ -456,11 +456,11 @@ class ReplicaPool:
 
         Args:
             plan: the parameters' buckets; None: those for this process alone.
-            may_write: whether it is not known if forward writes parameters. Then each replica but the first has memory
-                of its own, if that is not too much, and is for this forward only.
+            may_write: whether it is not known if forward writes parameters. Then replicas that would share the live
+                module's memory have their own, if that is not too much, and all are for this forward only.
         """
         kind = (tracked, torch.is_inference_mode_enabled(), with_live_buffers, plan, *devices)
-        if may_write and not self.has_separate_memory and (len(devices) - 1) * self._num_bytes() <= _MOST_BYTES:
+        if may_write and 0 < self._bytes_of_sharing(devices) <= _MOST_BYTES:
             pool = ReplicaPool(self.blueprint, self.source, self.leftovers, writes=True, has_wrappers=self.has_wrappers)
             self._for_one_forward[kind] = pool
             return pool.take(devices, tracked, copies, plan)
@@ -476,8 +476,11 @@ class ReplicaPool:
         times = self._times or in_each(len(devices))
         return Replicas(each, linked, kept, kind, returns_to, self.leftovers, self.blueprint, times, self.source)
 
-    def _num_bytes(self) -> int:
-        return sum([parameter.nbytes for parameter in self.blueprint.parameters.values()])
+    def _bytes_of_sharing(self, devices: Sequence[torch.device]) -> int:
+        """Return how many bytes more it would take if no replica shared the live parameters with another one."""
+        num_here = [_devices.same_device(device, self.source) for device in devices].count(True)
+        num_sharing = 0 if self.has_separate_memory else max(0, num_here - 1)
+        return num_sharing * sum([parameter.nbytes for parameter in self.blueprint.parameters.values()])
 
     def _take_kept(self, devices: Sequence[torch.device], kind: tuple[Any, ...]) -> KeptReplicas:
         """Return what is kept for these devices and is not in use, best with replicas of this kind; or a new one."""

@@ -124,7 +124,7 @@ for stand_ins in (while_replicas_run, _while_one_replica_runs):
 _CATCHING_HAS_FILTERS = bool(getattr(sys.flags, "context_aware_warnings", False)) and hasattr(warnings, "_set_context")
 
 
-def run_step(memory: StepMemory, pool: ReplicaPool, call: Call, frozen: Sequence[torch.Tensor] = ()) -> Any:
+def run_step(memory: StepMemory, pool: ReplicaPool, frozen: Sequence[torch.Tensor], call: Call) -> Any:
     """Run the module on every shard of `call` at once; return the gathered output, differentiable.
 
     Args:

@@ -137,7 +137,7 @@ def check_replicas(plan: StepPlan, blueprint: Blueprint, warnings: ModelWarnings
         check_cuda_graphs(blueprint, plan.devices, _CUDA_GRAPHS)
 
 
-def keep(plans: dict[Hashable, StepPlan], kind: Hashable, plan: StepPlan) -> None:
+def keep_plan(plans: dict[Hashable, StepPlan], kind: Hashable, plan: StepPlan) -> None:
     """Keep the plan of a kind; of too many, the oldest goes."""
     if len(plans) >= _MOST_PLANS:
         plans.pop(next(iter(plans)), None)

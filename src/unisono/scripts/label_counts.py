@@ -59,8 +59,8 @@ class LabelWeights:
     def weighed(self, plan: StepPlan) -> StepPlan:
         """Return the plan of that forward, in which the losses have their weights."""
         amounts = None if self._of_rows is None else _of_replicas(self._of_rows, plan.sizes)
-        rules = replace(plan.rules, scalars="mean", amounts=amounts)
-        return replace(plan, rules=rules, part_rules=rules)
+        weights: Any = {"scalars": "mean", "amounts": amounts}
+        return replace(plan, rules=replace(plan.rules, **weights), part_rules=replace(plan.part_rules, **weights))
 
 
 def _labels_of_rows(kwargs: dict[str, Any], shifted: bool) -> list[int] | None:
