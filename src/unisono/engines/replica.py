@@ -40,7 +40,7 @@ from unisono.primitives.change_tracking import GONE, Change, ContainerSnapshot, 
 from unisono.primitives.visitor import INERT
 from unisono.runtime import devices as _devices
 from unisono.runtime import torch_private
-from unisono.runtime.buckets import BUCKET_BYTES, SHARED_BUCKET_BYTES, BucketPlan
+from unisono.runtime.buckets import BUCKET_BYTES, SHARED_BUCKET_BYTES, BucketPlan, is_plain
 from unisono.runtime.streams import Copies
 
 
@@ -460,7 +460,7 @@ class ReplicaPool:
                 module's memory have their own, if that is not too much, and all are for this forward only.
         """
         kind = (tracked, torch.is_inference_mode_enabled(), with_live_buffers, plan, *devices)
-        if may_write and 0 < self._bytes_of_sharing(devices) <= _MOST_BYTES:
+        if may_write and self._can_have_own_memory(devices):
             pool = ReplicaPool(self.blueprint, self.source, self.leftovers, writes=True, has_wrappers=self.has_wrappers)
             self._for_one_forward[kind] = pool
             return pool.take(devices, tracked, copies, plan)
@@ -476,11 +476,13 @@ class ReplicaPool:
         times = self._times or in_each(len(devices))
         return Replicas(each, linked, kept, kind, returns_to, self.leftovers, self.blueprint, times, self.source)
 
-    def _bytes_of_sharing(self, devices: Sequence[torch.device]) -> int:
-        """Return how many bytes more it would take if no replica shared the live parameters with another one."""
+    def _can_have_own_memory(self, devices: Sequence[torch.device]) -> bool:
+        """Return whether replicas would share the live module's memory, and could have their own instead."""
         num_here = [_devices.same_device(device, self.source) for device in devices].count(True)
-        num_sharing = 0 if self.has_separate_memory else max(0, num_here - 1)
-        return num_sharing * sum([parameter.nbytes for parameter in self.blueprint.parameters.values()])
+        tensors = self.blueprint.tensors
+        if self.has_separate_memory or num_here < 2 or not all(map(is_plain, tensors)):
+            return False
+        return (num_here - 1) * sum([tensor.nbytes for tensor in tensors]) <= _MOST_BYTES
 
     def _take_kept(self, devices: Sequence[torch.device], kind: tuple[Any, ...]) -> KeptReplicas:
         """Return what is kept for these devices and is not in use, best with replicas of this kind; or a new one."""
