@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from helpers.garbage import no_garbage
 from helpers.in_time import WAIT_S
 from helpers.programs import until
 from unisono.runtime import stuck_threads
+from unisono.runtime.errors import places_of_threads
 from unisono.runtime.stuck_threads import StuckThreads
 
 
@@ -55,8 +57,9 @@ def test_one_that_waits_for_a_lock(
 
 
 @pytest.mark.only_on("linux", because="elsewhere nothing tells whether a thread sleeps")
-def test_one_that_computes_is_none() -> None:
+def test_one_that_computes_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """F7: however long it is in one line, or in one operation of torch."""
+    monkeypatch.setattr(stuck_threads, "SAID_AFTER_S", 0.15)  # between two looks it may wait for Python's lock
     ended, matrix = threading.Event(), torch.ones(200, 200)
 
     def compute() -> None:
@@ -78,3 +81,12 @@ def test_nothing_is_found_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stuck_threads, "SAID_AFTER_S", 100.0)
     assert not [StuckThreads().are_found([threading.get_ident()], waited_s) for waited_s in (0.0, 40.0)].count(True)
     assert not StuckThreads().are_found([], 100.0)
+
+
+def test_no_cycle_holds_the_waiting_thread_s_frames() -> None:
+    """N10: however long a step waits, its graph is freed with the last reference."""
+    release = threading.Event()
+    with running(release.wait) as ident, no_garbage():
+        StuckThreads().say({0: ident}, ["replica 0"], 1.0)
+        places_of_threads({0: ident})
+        release.set()

@@ -118,9 +118,16 @@ def _stack_of(ident: int) -> str:
     return "".join(traceback.format_stack(frame)) if frame is not None else ""
 
 
+def frames_of_other_threads() -> dict[int, types.FrameType]:
+    """Return each thread's innermost frame, but not the calling thread's, which would be in a cycle with the dict."""
+    frames = sys._current_frames()
+    del frames[threading.get_ident()]
+    return frames
+
+
 def places_of_threads(idents: Mapping[int, int]) -> dict[int, str]:
     """Return the line of the user's that each thread is running, by index; unisono's or torch's where it has none."""
-    places, frames = {}, sys._current_frames()
+    places, frames = {}, frames_of_other_threads()
     for index, ident in idents.items():
         if (inner := frames.get(ident)) is None:
             continue

@@ -6,13 +6,12 @@ tells whether a thread sleeps (Linux), one that computes is not called stuck. On
 what is said holds for both.
 """
 
-import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from unisono.runtime.errors import is_users, log_once, places_of_threads
+from unisono.runtime.errors import frames_of_other_threads, is_users, log_once, places_of_threads
 
 SAID_AFTER_S = 3.0  # without progress
 _LONGER = 4  # times that, where the system does not tell
@@ -56,7 +55,7 @@ class StuckThreads:
 
 def _states(idents: Sequence[int]) -> list[object]:
     """Return what is equal for two looks if no thread has moved between them."""
-    frames = sys._current_frames()
+    frames = frames_of_other_threads()
     native_ids = {thread.ident: thread.native_id for thread in threading.enumerate()}
     states: list[object] = []
     for ident in idents:
