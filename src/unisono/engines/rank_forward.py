@@ -119,7 +119,7 @@ class Ranks:
         try:
             return self._forward(threads, gradient_sync, module, call)
         except BaseException as error:
-            gradient_sync.communicator.publish_exception(error)
+            gradient_sync.communicator.failures.publish_exception(error)
             raise
 
     def _forward(self, threads: Threads, gradient_sync: GradientSync, module: nn.Module, call: Call) -> Any:
