@@ -21,7 +21,7 @@ from unisono.distributed.launchers import launch
 from unisono.distributed.process_group import communicator_for
 from unisono.distributed.uneven_inputs import even_batches
 from unisono.engines.rank_forward import Ranks
-from unisono.engines.threads import Threads
+from unisono.engines.step_memory import StepMemory
 from unisono.inference.map_and_evaluate import evaluate_batches, map_batches
 from unisono.leftovers.first_steps import FirstSteps
 from unisono.options import OF_OTHER_LIBRARIES, Options, check_timeout, decided
@@ -132,7 +132,6 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
 
     _option_names: ClassVar[frozenset[str]] = Options.names
     _says_names_of_both: ClassVar[bool] = True
-    _plan = ways.plan_of
 
     @without_own_frames
     def __init__(
@@ -175,7 +174,7 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
             sync_batch_norm=sync_batch_norm,
         )
         self._show_torchs_attributes()
-        self._threads, self._idle_devices = Threads(), IdleDevices()
+        self._step_memory, self._idle_devices = StepMemory(), IdleDevices()
         self._ranks = self._profile = None
         self.register_load_state_dict_pre_hook(accept_clean_names)  # type: ignore[no-untyped-call]
         if devices:
@@ -194,7 +193,7 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
         if len(devices) > 1:
             warn_if_unequal(devices)
             if warn_if_rows_elsewhere(module, dim, out_dims):
-                self._threads.warnings.leave_out(ROWS)
+                self._step_memory.warnings.leave_out(ROWS)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "module":
@@ -221,7 +220,7 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
                 has the frames of the module, without unisono's, unless the environment has UNISONO_TRACEBACK=full.
         """
         try:
-            return (ways.run_recorded if timeline.recording else ways.run)(self, ways.Invocation(None, inputs, kwargs))
+            return (ways.run_recorded if timeline.recording else ways.run)(self, None, inputs, kwargs)
         except BaseException as error:
             leave_out_own_frames(error)
             raise
@@ -242,7 +241,7 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
             AttributeError: the module has no such method. Else as forward.
         """
         ways.check_method(self.module, method)
-        return (ways.run_recorded if timeline.recording else ways.run)(self, ways.Invocation(method, inputs, kwargs))
+        return (ways.run_recorded if timeline.recording else ways.run)(self, method, inputs, kwargs)
 
     @of_wrapper
     def map(
@@ -363,7 +362,7 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
             Two sequences with one entry a shard: tuples of positional inputs, and dicts of keyword inputs.
         """
         devices = _devices.resolve_each(device_ids, "device_ids")
-        shards = ways.shards_for(self, ways.Invocation(None, tuple(inputs), kwargs or {}), devices)
+        shards = ways.shards_for(self, tuple(inputs), kwargs or {}, devices)
         return [args for args, _ in shards], [kw for _, kw in shards]
 
     def replicate(self, module: nn.Module, device_ids: Sequence[DeviceLike]) -> list[nn.Module]:
@@ -383,8 +382,8 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
         >>> [output.shape for output in model.parallel_apply(replicas, torch.zeros(30, 5).chunk(2), [{}, {}])]
         [torch.Size([15, 2]), torch.Size([15, 2])]
         """
-        call = ways.call_of_verbs.get()
-        devices = call.devices if call is not None and len(call.devices) == len(replicas) else None
+        plan = ways.plan_of_verbs.get()
+        devices = plan.devices if plan is not None and len(plan.devices) == len(replicas) else None
         return parallel_apply(replicas, inputs, kwargs, devices)
 
     def gather(self, outputs: Any, output_device: DeviceLike) -> Any:
@@ -394,9 +393,9 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
         >>> model.gather([torch.zeros(15, 2), torch.zeros(15, 2)], "cpu").shape
         torch.Size([30, 2])
         """
-        call = ways.call_of_verbs.get()
+        plan = ways.plan_of_verbs.get()
         rules, sizes = (
-            (call.rules, call.sizes) if call is not None else (self._options.rules(self._threads.warnings), None)
+            (plan.rules, plan.sizes) if plan is not None else (self._options.rules(self._step_memory.warnings), None)
         )
         live_of = ways.live_tensors_of_verbs.get()
         live_of = live_of if len(live_of) == len(outputs) else ()
@@ -412,7 +411,7 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
         Attributes, flags, hooks, children, parameters and plain containers that change are seen by themselves, and so
         is what they refer to. This also frees the memory of parameters that the module no longer has.
         """
-        critical(self._threads.refresh)()
+        critical(self._step_memory.refresh)()
 
     @of_wrapper
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
@@ -499,7 +498,7 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Do what `half`, `to` and their like do; replicas refer no longer to the memory that this replaces."""
-        self._threads.refresh()
+        self._step_memory.refresh()
         return nn.Module._apply(self, fn, recurse)  # type: ignore[no-untyped-call]
 
     @property
@@ -522,7 +521,7 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
 
         Empty before the first step, with one device, and with overridden primitives.
         """
-        return self._threads.timings()
+        return self._step_memory.timings
 
     @of_wrapper
     @contextmanager
@@ -627,8 +626,8 @@ def data_parallel(
         log_once(ways.NO_ACCELERATOR)
         return module(*inputs, **kwargs)
     wrapper = _OfOneCall(module, devices, output_device, dim, sync_batch_norm=sync_batch_norm, process_group=False)
-    threads = wrapper._threads
-    threads.first_steps = _first_steps_of.setdefault(module, threads.first_steps)
+    memory = wrapper._step_memory
+    memory.first_steps = _first_steps_of.setdefault(module, memory.first_steps)
     wrapper._idle_devices.say_nothing()  # a single call cannot tell a short last batch from a full one
     way = ways.on_one_device if len(devices) == 1 else ways.plain_composition
-    return way(wrapper, ways.Invocation(None, inputs, kwargs))
+    return way(wrapper, None, inputs, kwargs)

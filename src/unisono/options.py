@@ -102,6 +102,7 @@ class Options:
     in_dims: Any
     out_dims: Any
     sync_batch_norm: bool | None  # None: not said, so each replica normalises its own rows, with a warning
+    version: int = 0  # how often one has been assigned
 
     def __init__(self, devices: Sequence[torch.device], **options: Any) -> None:
         self.__dict__.update(devices=[*devices], device_ids=[*map(_devices.public_id, devices)])
@@ -112,6 +113,7 @@ class Options:
 
     def __setattr__(self, name: str, value: Any) -> None:
         self.__dict__[name] = _CHECKS[name](self, name, value)
+        self.__dict__["version"] = self.version + 1
 
     def rules(self, warnings: ModelWarnings | None = None) -> OutputRules:
         """Return how outputs are joined; `warnings` are the model's."""

@@ -14,7 +14,6 @@ import contextlib
 import math
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import Any, TypeAlias
@@ -22,9 +21,11 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from unisono.engines.call import Call, OneGraphNeededError, called
 from unisono.engines.lanes import Lane, LaneCall
-from unisono.engines.threads import NOTES, Threads
+from unisono.engines.replica import ReplicaPool
+from unisono.engines.step import NOTES, run_step
+from unisono.engines.step_memory import StepMemory, freeze
+from unisono.engines.step_plan import Call, StepPlan, called, carries_objects, check_replicas, keep
 from unisono.inference.batch_map import Callee
 from unisono.inference.lane_choice import choice_for
 from unisono.leftovers.attributes import AnyReplicas
@@ -36,6 +37,7 @@ from unisono.leftovers.written_parameters import LookAtParameters, WrittenParame
 from unisono.options import Options
 from unisono.primitives import pytree
 from unisono.primitives.blueprint import HOOKS, Blueprint
+from unisono.primitives.dims import OutputRules
 from unisono.primitives.inputs import Arguments, scattered
 from unisono.primitives.measured_shares import MeasuredShares, StepTime
 from unisono.primitives.outputs import LiveTensors
@@ -48,7 +50,7 @@ from unisono.runtime.errors import ReplicaTimeout, add_note, is_of_replica, log_
 from unisono.runtime.interrupts import critical, interruptibly
 from unisono.runtime.step_timer import StepTimer
 from unisono.runtime.streams import Copies
-from unisono.runtime.thread_pool import inside_replica, replica_device
+from unisono.runtime.thread_pool import inside_replica, replica_device, replica_path
 from unisono.runtime.thread_state import modes_that_stay
 from unisono.runtime.timeline import ReplicaTiming
 from unisono.runtime.tracebacks import is_raised_by_unisono
@@ -103,18 +105,8 @@ _APPLIED_ONE_BY_ONE = (
 )
 
 
-@dataclass(slots=True)
-class Invocation:
-    """One call of a wrapper, as its caller made it."""
-
-    method: str | None  # the method of the module; None: the module itself
-    inputs: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    measured: MeasuredShares | None = None  # the shares of its kind; None: they are not measured
-    is_timed: bool = False  # as in `Call`
-
-
-Way: TypeAlias = Callable[[Wrapper, Invocation], Any]  # runs a call; returns the output
+# Runs a call of a wrapper: the method (None: the module itself), the inputs and the keyword inputs; returns the output.
+Way: TypeAlias = Callable[..., Any]
 
 
 def check_method(module: nn.Module, method: str | None) -> None:
@@ -142,36 +134,35 @@ def overridden_verb(wrapper: Wrapper) -> str | None:
 # ---- the choice -----------------------------------------------------------------------------------
 
 
-def run(wrapper: Wrapper, invocation: Invocation) -> Any:
+def run(wrapper: Wrapper, method: str | None, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a call of the wrapper, whichever way it goes."""
-    options = wrapper._options
+    options, ranks = wrapper._options, wrapper._ranks
     is_compiling = torch.compiler.is_compiling()
-    if torch.compiler.is_exporting() if is_compiling else (torch_private.has_tracer() and _is_traced(invocation)):
-        return _on_the_module(wrapper, invocation)
+    if torch.compiler.is_exporting() if is_compiling else (torch_private.has_tracer() and _is_traced(inputs, kwargs)):
+        return _on_the_module(wrapper, method, inputs, kwargs)
     if not options.devices:
-        return _on_the_module(wrapper, invocation)
-    ranks = wrapper._ranks
+        return _on_the_module(wrapper, method, inputs, kwargs)
     in_ranks = ranks is not None and ranks.take_part(wrapper._modules["module"], options.sync_batch_norm)
-    if not in_ranks and (_is_alone(options, invocation, is_compiling) or _runs_whole(options)):
+    if not in_ranks and (_is_alone(options, method, is_compiling) or _runs_whole(options)):
         if ranks is None or (is_compiling and ranks.own_exchange(options.sync_batch_norm) is None):
-            return on_one_device(wrapper, invocation)
+            return on_one_device(wrapper, method, inputs, kwargs)
         if not is_compiling:
-            run, method = partial(on_one_device, wrapper, invocation), invocation.method
-            return ranks.run_plain(wrapper._threads, wrapper.module, method, run, options.sync_batch_norm)
+            run = partial(on_one_device, wrapper, method, inputs, kwargs)
+            return ranks.run_plain(wrapper._step_memory, wrapper.module, method, run, options.sync_batch_norm)
     if is_compiling:  # the wrapper, or a model around it: replicas stay out of its graph
-        return torch.compiler.disable(_run_uncompiled)(wrapper, invocation, in_ranks)  # type: ignore[no-untyped-call]
-    return _run_replicas(wrapper, invocation, in_ranks)
+        return torch.compiler.disable(_run_uncompiled)(wrapper, method, inputs, kwargs, in_ranks)  # type: ignore[no-untyped-call]
+    return _run_replicas(wrapper, method, inputs, kwargs, in_ranks)
 
 
-def _is_traced(invocation: Invocation) -> bool:
+def _is_traced(inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return whether a call is traced: replicas stay out of the trace, which then holds for any number of rows.
 
     Raises:
         TypeError: torch.fx traces the wrapper itself, and hands one object on for any number of inputs.
     """
-    if not isinstance(invocation.inputs, tuple):
+    if not isinstance(inputs, tuple):
         raise TypeError(_TRACED)
-    leaves = chain(pytree.leaves(invocation.inputs), pytree.leaves(invocation.kwargs))
+    leaves = chain(pytree.leaves(inputs), pytree.leaves(kwargs))
     return (
         torch_private.traces_with_jit()
         or torch_private.is_tracing()
@@ -179,45 +170,48 @@ def _is_traced(invocation: Invocation) -> bool:
     )
 
 
-def _on_the_module(wrapper: Wrapper, invocation: Invocation) -> Any:
+def _on_the_module(wrapper: Wrapper, method: str | None, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call the plain module with the inputs as they are."""
-    return called(wrapper.module, invocation.method)(*invocation.inputs, **invocation.kwargs)
+    return called(wrapper.module, method)(*inputs, **kwargs)
 
 
-def _is_alone(options: Options, invocation: Invocation, is_compiling: bool) -> bool:
+def _is_alone(options: Options, method: str | None, is_compiling: bool) -> bool:
     """Return whether one device gets all rows: there is no other, or it is the fastest and no time is needed."""
     if options.parts > 1 or len(options.devices) == 1:
         return options.parts == 1
     if options.measured is None or is_compiling or inside_replica():
         return False
-    shares = options.measured_for(invocation.method)
+    shares = options.measured_for(method)
     return shares.is_frozen and shares.on_first_device and not shares.should_time_next()
 
 
-def _run_uncompiled(wrapper: Wrapper, invocation: Invocation, in_ranks: bool) -> Any:
+def _run_uncompiled(
+    wrapper: Wrapper, method: str | None, inputs: tuple[Any, ...], kwargs: dict[str, Any], in_ranks: bool
+) -> Any:
     if not inside_replica():
         log_once(_COMPILED_OUTSIDE)
-    return _run_replicas(wrapper, invocation, in_ranks)
+    return _run_replicas(wrapper, method, inputs, kwargs, in_ranks)
 
 
-def _run_replicas(wrapper: Wrapper, invocation: Invocation, in_ranks: bool) -> Any:
+def _run_replicas(
+    wrapper: Wrapper, method: str | None, inputs: tuple[Any, ...], kwargs: dict[str, Any], in_ranks: bool
+) -> Any:
     """Run a call on several devices.
 
     Args:
         in_ranks: whether its backward sums gradients over the ranks.
     """
-    verb = overridden_verb(wrapper)
+    options, verb = wrapper._options, overridden_verb(wrapper)
     if verb is not None and in_ranks:
         raise RuntimeError(_NO_VERBS_IN_RANKS.format(name=type(wrapper).__name__, verb=verb))
-    stays = modes_that_stay()
-    if wrapper._options.accelerators and not inside_replica():
-        _check_is_not_captured(wrapper._options.accelerators)
-        _prepare_checkpoint(wrapper._options.accelerators)
-    in_one_graph = not in_ranks and (verb is not None or stays)
-    way = plain_composition if in_one_graph else on_all_devices
-    if wrapper._options.measured is not None and not inside_replica():  # there replicas run one after the other
-        return _run_measured(wrapper, invocation, way, may_use_one_device=not in_ranks)
-    return way(wrapper, invocation)
+    if options.accelerators and not inside_replica():
+        _check_is_not_captured(options.accelerators)
+        _prepare_checkpoint(options.accelerators)
+    in_one_graph = not in_ranks and (verb is not None or modes_that_stay())
+    way: Way = plain_composition if in_one_graph else on_all_devices
+    if options.measured is not None and not inside_replica():  # there replicas run one after the other
+        return _run_measured(wrapper, method, inputs, kwargs, way, may_use_one_device=not in_ranks)
+    return way(wrapper, method, inputs, kwargs)
 
 
 def _check_is_not_captured(accelerators: Sequence[torch.device]) -> None:
@@ -240,26 +234,33 @@ def _prepare_checkpoint(accelerators: Sequence[torch.device]) -> None:
     torch_private.add_to_checkpoint(accelerators, _devices.random_state)
 
 
-def _run_measured(wrapper: Wrapper, invocation: Invocation, way: Way, *, may_use_one_device: bool) -> Any:
+def _run_measured(
+    wrapper: Wrapper,
+    method: str | None,
+    inputs: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    way: Way,
+    *,
+    may_use_one_device: bool,
+) -> Any:
     """Run a call with the measured shares of its kind, and time it if that is due."""
     options, rows = wrapper._options, None
-    shares = invocation.measured = options.measured_for(invocation.method)
+    shares = options.measured_for(method)
     if shares.should_time_next() and way is on_all_devices and not modes_that_stay():
         with contextlib.suppress(TypeError, ValueError):  # several devices refuse such inputs, with this error
-            rows = arguments_of(wrapper, invocation).rows
+            rows = arguments_of(wrapper, method, inputs, kwargs).rows
     if shares.on_first_device and may_use_one_device and options.parts == 1:
-        way = on_one_device
-    if not rows:
-        return way(wrapper, invocation)
-    invocation.is_timed = True
-    return _timed(partial(way, wrapper, invocation), shares, rows, wrapper._threads, options.devices)
+        run = partial(on_one_device, wrapper, method, inputs, kwargs)
+    else:
+        run = partial(way, wrapper, method, inputs, kwargs, shares, is_timed=bool(rows))
+    return _timed(run, shares, rows, wrapper._step_memory, options.devices) if rows else run()
 
 
 def _timed(
-    call: Callable[[], Any], shares: MeasuredShares, rows: int, threads: Threads, devices: Sequence[torch.device]
+    call: Callable[[], Any], shares: MeasuredShares, rows: int, memory: StepMemory, devices: Sequence[torch.device]
 ) -> Any:
     """Return what a call of `rows` rows returns; its step is recorded in `shares`."""
-    weights, sizes, row_limits = shares.weights, shares.sizes(rows), threads.row_limits
+    weights, sizes, row_limits = shares.weights, shares.sizes(rows), memory.row_limits
     bytes_before = [*map(_devices.allocated_bytes, devices)]
     timings: list[ReplicaTiming] = []  # of the replicas that had rows; empty where they are not known
 
@@ -272,9 +273,9 @@ def _timed(
         ]
         shares.record(StepTime(weights, sizes, replica_s, seconds, most_rows))
 
-    before, timer = threads.timings(), StepTimer(devices, record)
+    before, timer = memory.timings, StepTimer(devices, record)
     output = call()
-    now = threads.timings()
+    now = memory.timings
     if now is not before and [timing.rows for timing in now] == [size for size in sizes if size]:
         timings += now
     timer.forward_ended([tensor for _, tensor in pytree.tensors(output)])
@@ -296,61 +297,105 @@ def _runs_whole(options: Options) -> bool:
     return False
 
 
-def run_recorded(wrapper: Wrapper, invocation: Invocation) -> Any:
+def run_recorded(wrapper: Wrapper, method: str | None, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Do what `run` does, as a step of this model's profile, or in none: another model's is being recorded."""
     if torch.compiler.is_compiling():
-        return run(wrapper, invocation)
+        return run(wrapper, method, inputs, kwargs)
     profile = wrapper._profile  # read once: another thread may end it
     if profile is None or inside_replica():
         with timeline.in_no_step():
-            return run(wrapper, invocation)
+            return run(wrapper, method, inputs, kwargs)
     step = profile.new_step()
     with step.recorded(timeline.FORWARD, timeline.SCATTER):
-        return run(wrapper, invocation)
+        return run(wrapper, method, inputs, kwargs)
 
 
 # ---- the plan -------------------------------------------------------------------------------------
 
 
-def plan_of(wrapper: Wrapper, invocation: Invocation) -> Call:
-    """Decide which rows each replica gets. Without rows there is one replica, on the first device."""
-    options, arguments = wrapper._options, arguments_of(wrapper, invocation)
-    sizes = options.sizes(arguments.rows or 0, invocation.measured)
+def plan_of(
+    wrapper: Wrapper,
+    method: str | None,
+    arguments: Arguments,
+    pool: ReplicaPool | None,
+    measured: MeasuredShares | None = None,
+    *,
+    is_timed: bool = False,
+    in_ranks: bool = False,
+) -> StepPlan:
+    """Make the plan of a step, which decides among others which rows each replica gets.
+
+    Without rows there is one replica, on the first device.
+
+    Args:
+        arguments: their rows are found.
+        pool: of the module as it is now; None: the plain composition has none.
+        measured: the shares of this kind of call; None: they are not measured.
+        is_timed: as in `StepPlan`.
+        in_ranks: whether backward sums gradients over the ranks.
+    """
+    options, memory, tracked = wrapper._options, wrapper._step_memory, torch.is_grad_enabled()
+    sizes = options.sizes(arguments.rows or 0, measured)
     used = [i for i, size in enumerate(sizes) if size] or [options.has_share().index(True)]
     here = device_of_replica(wrapper)
-    if arguments.rows and here is None and invocation.measured is None:
+    if arguments.rows and here is None and measured is None:
         wrapper._idle_devices.see(sizes, options.devices, options.has_share)
-    return Call(
-        arguments=arguments,
+    has_wrappers = pool is not None and pool.has_wrappers
+    has_several = len(used) > 1 or (options.parts > 1 and sizes[used[0]] > 1) or has_wrappers
+    structure = counts_as = None if pool is None else (has_several, method, arguments.flags, pool.blueprint.signature)
+    if pool is not None and inside_replica():  # the pool is for one step
+        counts_as = has_several, method, arguments.flags, (tracked, pool.blueprint.root.training, replica_path())
+    rules = part_rules = options.rules(memory.warnings)
+    is_only = in_ranks and len(options.devices) == 1
+    if is_only:  # as with one device alone: outputs are not joined, and 0-dim ones stay 0-dim
+        rules = OutputRules(options.dim, None, options.scalars)
+    # These have something to be done around backward, or run it again.
+    has_more = bool(options.rescue or options.parts > 1 or options.sync_batch_norm)
+    return StepPlan(
+        method=method,
+        flags=arguments.flags,
+        axes=tuple(arguments.axes),
+        rows=arguments.rows,
         sizes=tuple([sizes[i] for i in used]),
-        devices=[here or options.devices[i] for i in used],
-        replica_numbers=used,
+        devices=tuple([here or options.devices[i] for i in used]),
+        replica_numbers=tuple(used),
         source=here or options.devices[0],
         output_device=here or options.gather_on,
-        rules=options.rules(wrapper._threads.warnings),
-        method=invocation.method,
+        rules=rules,
+        part_rules=part_rules,
         sync_batch_norm=options.sync_batch_norm,
         parts=options.parts,
         rescue=options.rescue,
         timeout_s=options.timeout,
-        is_timed=invocation.is_timed,
+        is_timed=is_timed,
+        in_one_graph=is_only and tracked and not has_more,
+        has_several=has_several,
+        carries_objects=carries_objects(arguments),
+        structure=structure,
+        counts_as=counts_as,
+        is_early=not (pool is None or memory.first_steps.are_past(counts_as)),
     )
 
 
-def arguments_of(wrapper: Wrapper, invocation: Invocation) -> Arguments:
+def arguments_of(wrapper: Wrapper, method: str | None, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
     """Return the inputs, leaf by leaf; raise TypeError or ValueError for what cannot be split."""
-    options, function = wrapper._options, getattr(wrapper._modules["module"], invocation.method or "forward")
-    return Arguments(invocation.inputs, invocation.kwargs, options.dim, options.in_dims, function)
+    return _with_rows(wrapper, method, Arguments(inputs, kwargs, wrapper._options.dim))
 
 
-def shards_for(wrapper: Wrapper, invocation: Invocation, devices: Sequence[torch.device]) -> list[tuple[Any, Any]]:
+def _with_rows(wrapper: Wrapper, method: str | None, arguments: Arguments) -> Arguments:
+    return arguments.find_rows(wrapper._options.in_dims, getattr(wrapper._modules["module"], method or "forward"))
+
+
+def shards_for(
+    wrapper: Wrapper, inputs: tuple[Any, ...], kwargs: dict[str, Any], devices: Sequence[torch.device]
+) -> list[tuple[Any, Any]]:
     """Return the (positional, keyword) inputs of each device that has rows, as the verb `scatter` splits them."""
-    options, arguments = wrapper._options, arguments_of(wrapper, invocation)
+    options, arguments = wrapper._options, arguments_of(wrapper, None, inputs, kwargs)
     sizes = options.sizes(arguments.rows or 0) if len(devices) == len(options.devices) else []
     if not any(sizes):  # other devices than the wrapper's: torch's rule
         sizes = split_rows(arguments.rows or 0, len(devices))
     used = [0] * len(devices) if arguments.rows is None else [size for size in sizes if size] or [0]
-    return scattered(arguments, devices[: len(used)], used, wrapper._threads.warnings)
+    return scattered(arguments, devices[: len(used)], used, wrapper._step_memory.warnings)
 
 
 def whole_batches(wrapper: Wrapper, method: str | None) -> Callee:
@@ -370,7 +415,7 @@ def whole_batches(wrapper: Wrapper, method: str | None) -> Callee:
         if options.accelerators:
             _check_is_not_captured(options.accelerators)
         call = LaneCall(devices, devices[0], output_device, method, in_ranks=gradient_sync is not None)
-        return wrapper._threads.open_lanes(wrapper.module, call)
+        return wrapper._step_memory.open_lanes(wrapper.module, call)
 
     return Callee(
         open_lanes=open_lanes,
@@ -378,7 +423,7 @@ def whole_batches(wrapper: Wrapper, method: str | None) -> Callee:
         output_device=output_device,
         function=getattr(wrapper.module, method or "forward"),
         in_dims=options.in_dims,
-        rules=options.rules(wrapper._threads.warnings),
+        rules=options.rules(wrapper._step_memory.warnings),
         communicator=gradient_sync.communicator if gradient_sync is not None else None,
         # With a timeout the other lanes have to be there, if the first is stuck.
         choice_for=partial(choice_for, wrapper, method) if options.timeout is None else None,
@@ -389,16 +434,16 @@ def whole_batches(wrapper: Wrapper, method: str | None) -> Callee:
 # ---- the ways -------------------------------------------------------------------------------------
 
 
-def on_one_device(wrapper: Wrapper, invocation: Invocation) -> Any:
+def on_one_device(wrapper: Wrapper, method: str | None, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run the module on the whole batch, on the first device."""
     # The cost of this is mostly code that is in no cache, so it calls few functions.
-    inputs, kwargs, options = invocation.inputs, invocation.kwargs, wrapper._options
+    options = wrapper._options
     if _overrides(wrapper, "scatter"):
         (inputs, *_), (kwargs, *_) = wrapper.scatter(inputs, kwargs, options.device_ids[:1])
     first, inside = options.devices[0], inside_replica()
     device = (device_of_replica(wrapper) or first) if inside else first
     module: Any = wrapper._modules["module"]
-    function = module if invocation.method is None else getattr(module, invocation.method)
+    function = module if method is None else getattr(module, method)
     try:
         output = function(
             *[_moved(value, device) for value in inputs],
@@ -451,52 +496,97 @@ def _copied(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 @critical
-def on_all_devices(wrapper: Wrapper, invocation: Invocation) -> Any:
-    """Run a replica on every device, each in a thread."""
-    threads, ranks = wrapper._threads, wrapper._ranks
-    module, call = wrapper._modules["module"], wrapper._plan(invocation)
+def on_all_devices(
+    wrapper: Wrapper,
+    method: str | None,
+    inputs: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    measured: MeasuredShares | None = None,
+    *,
+    is_timed: bool = False,
+) -> Any:
+    """Run a replica on every device, each in a thread, by the plan of this kind of step.
+
+    Args: as for `plan_of`.
+    """
+    options, memory, ranks = wrapper._options, wrapper._step_memory, wrapper._ranks
+    module, here, tracked = wrapper._modules["module"], device_of_replica(wrapper), torch.is_grad_enabled()
+    in_ranks = ranks is not None and ranks.take_part(module, options.sync_batch_norm)
+    frozen = memory.thaw() if memory.frozen else ()
+    arguments, plan = Arguments(inputs, kwargs, options.dim), None
     try:
-        return threads.forward(module, call) if ranks is None else ranks.forward(threads, module, call)
-    except OneGraphNeededError:
-        pass
-    except _OF_SHAPES as error:
-        if _TOO_FEW_FOR_BATCH_NORM in text_of(error) and not wrapper._options.sync_batch_norm:
-            add_note(error, _ONE_ROW)
+        # In a mode that stays in this thread a rank runs the module itself, and needs no replicas.
+        stays = in_ranks and modes_that_stay()
+        pool = None if stays else memory.pool_for(module, here or options.devices[0])
+        weights = None if measured is None else tuple(measured.weights)
+        kind = arguments.kind(on_any_axis=options.in_dims is not ...)
+        kind = kind and (method, tracked, in_ranks, options.version, weights, is_timed, kind)
+        plan = None if pool is None else pool.blueprint.plans.get(kind)
+        if plan is not None:
+            arguments.rows, arguments.axes = plan.rows, plan.axes
         else:
-            _note_split(error, call)
+            _with_rows(wrapper, method, arguments)
+            if pool is not None and pool.blueprint.observers and tracked and not in_ranks:
+                # A hook keeps tensors of the replicas for the caller: they have to be a part of the caller's graph.
+                return plain_composition(wrapper, method, inputs, kwargs, measured)
+            plan = plan_of(wrapper, method, arguments, pool, measured, is_timed=is_timed, in_ranks=in_ranks)
+            arguments.check_whole(len(plan.sizes), memory.warnings, in_parts=plan.parts > 1)
+            if pool is not None:
+                check_replicas(plan, pool.blueprint, memory.warnings)
+                if kind is not None and not plan.is_early:
+                    keep(pool.blueprint.plans, kind, plan)
+        call = Call(plan if wrapper._weighed is None else wrapper._weighed(plan), arguments)
+        if ranks is not None:
+            return ranks.run_step(memory, module, pool, call, frozen)
+        assert pool is not None
+        return run_step(memory, pool, call, frozen)
+    except BaseException as error:
+        freeze(frozen)
+        if issubclass(type(error), _OF_SHAPES) and plan is not None:
+            if _TOO_FEW_FOR_BATCH_NORM in text_of(error) and not options.sync_batch_norm:
+                add_note(error, _ONE_ROW)
+            else:
+                _note_split(error, plan, arguments)
         raise
-    return plain_composition(wrapper, invocation)  # here, so that what it raises has not that exception as its context
 
 
-def _note_split(error: Exception, call: Call) -> None:
+def _note_split(error: BaseException, plan: StepPlan, arguments: Arguments) -> None:
     """Say how the inputs of a call were split, if an error may follow from it."""
     of_replica = is_of_replica(error) and not is_raised_by_unisono(error)
     may_follow = of_replica or text_of(error).startswith("cannot gather")
     has_other_cause = any(text in text_of(error) for text in NOTES)  # which a note says
     if not may_follow or has_other_cause or _devices.is_out_of_memory(error) or issubclass(type(error), ReplicaTimeout):
         return
-    if note := call.arguments.how_split(call.sizes_of_runs):
+    if note := arguments.how_split(plan.sizes_of_runs):
         add_note(error, note)
 
 
 @critical
-def plain_composition(wrapper: Wrapper, invocation: Invocation) -> Any:
-    """Run the four verbs one after the other."""
+def plain_composition(
+    wrapper: Wrapper,
+    method: str | None,
+    inputs: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    measured: MeasuredShares | None = None,
+    *,
+    is_timed: bool = False,
+) -> Any:
+    """Run the four verbs one after the other. Args: as for `plan_of`; `is_timed` changes nothing."""
     module, options, here = wrapper.module, wrapper._options, device_of_replica(wrapper)
     check_device(module, chain(module.parameters(), module.buffers()), here or options.devices[0])
     if options.sync_batch_norm and _overrides(wrapper, "parallel_apply"):
         raise RuntimeError(_APPLIED_ONE_BY_ONE)
-    # A user's own scatter may find rows where ours sees none.
-    plan = None if _overrides(wrapper, "scatter") else wrapper._plan(invocation)
+    plan, arguments = None, Arguments(inputs, kwargs, options.dim)
+    if not _overrides(wrapper, "scatter"):  # a user's own may find rows where ours sees none
+        plan = plan_of(wrapper, method, _with_rows(wrapper, method, arguments), None, measured)
+        plan = plan if wrapper._weighed is None else wrapper._weighed(plan)
     numbers = plan.replica_numbers if plan else range(len(options.devices))
     device_ids = [here or options.device_ids[i] for i in numbers]
     if plan:
-        shards, shard_kwargs = zip(
-            *scattered(plan.arguments, plan.devices, plan.sizes, plan.rules.warnings), strict=True
-        )
+        shards, shard_kwargs = zip(*scattered(arguments, plan.devices, plan.sizes, plan.rules.warnings), strict=True)
     else:
-        shards, shard_kwargs = interruptibly(wrapper.scatter, invocation.inputs, invocation.kwargs, device_ids)
-    before, no_replicas = call_of_verbs.set(plan), live_tensors_of_verbs.set(())
+        shards, shard_kwargs = interruptibly(wrapper.scatter, inputs, kwargs, device_ids)
+    before, no_replicas = plan_of_verbs.set(plan), live_tensors_of_verbs.set(())
     try:
         with unchanged_on_failure(torch_private.of_one_kind(module.buffers())):
             replicas = interruptibly(wrapper.replicate, module, device_ids[: len(shards)])
@@ -504,14 +594,14 @@ def plain_composition(wrapper: Wrapper, invocation: Invocation) -> Any:
             modules, live_modules = common.modules[0] if common.modules else [], common.live_modules
             live_tensors_of_verbs.set(live_tensors_of(replicas, module))
             registries = buffer_registries(modules)
-            calls: Sequence[Any] = [called(replica, invocation.method) for replica in replicas]
+            calls: Sequence[Any] = [called(replica, method) for replica in replicas]
             if options.sync_batch_norm and len(replicas) > 1:
                 ranks = wrapper._ranks
                 cross_process = None if ranks is None else ranks.own_exchange(options.sync_batch_norm)
                 calls = run_synchronised(replicas, calls, cross_process)
-            inputs = [*zip(shards, shard_kwargs, strict=False)]
+            shards_of = [*zip(shards, shard_kwargs, strict=False)]
             devices = [here or options.devices[i] for i in numbers][: len(shards)]
-            looks = _looks_at_composition(wrapper, invocation, replicas, common, inputs, devices)
+            looks = _looks_at_composition(wrapper, method, arguments.leaves, replicas, common, shards_of, devices)
             for look in looks:
                 look.begin()
             outputs = interruptibly(wrapper.parallel_apply, calls, shards, shard_kwargs)
@@ -520,8 +610,8 @@ def plain_composition(wrapper: Wrapper, invocation: Invocation) -> Any:
             output = interruptibly(wrapper.gather, outputs, here or options.output_device)
         if changes := registries.changes():
             commit_buffers(changes, modules, live_modules, {}, devices[0], here or options.devices[0])
-        rows = () if len(replicas) == 1 else _rows_of(inputs)
-        leftovers = wrapper._threads.first_steps.leftovers
+        rows = () if len(replicas) == 1 else _rows_of(shards_of)
+        leftovers = wrapper._step_memory.first_steps.leftovers
         leftovers.add(Kind.ASSIGNED, common.commit(rows, outputs))
         leftovers.say(module)
         for look in looks:
@@ -530,27 +620,28 @@ def plain_composition(wrapper: Wrapper, invocation: Invocation) -> Any:
         return output
     except _OF_SHAPES as error:
         if plan is not None:
-            _note_split(error, plan)
+            _note_split(error, plan, arguments)
         raise
     finally:
-        call_of_verbs.reset(before)
+        plan_of_verbs.reset(before)
         live_tensors_of_verbs.reset(no_replicas)
 
 
 def _looks_at_composition(
     wrapper: Wrapper,
-    invocation: Invocation,
+    method: str | None,
+    leaves: Sequence[Any],
     replicas: Sequence[Any],
     common: AnyReplicas,
     shards: Sequence[Any],
     devices: Sequence[torch.device],
 ) -> list[Look]:
     """Return what looks at one plain composition; `devices` are those of the replicas, which have `common`."""
-    module, first_steps = wrapper.module, wrapper._threads.first_steps
+    module, first_steps = wrapper.module, wrapper._step_memory.first_steps
     # Of the module, or of a part of it.
     has_several = len(replicas) > 1 or any(isinstance(part, Wrapper) for part in module.modules())
     num_hooks = sum([len(part.__dict__[kind]) for part in module.modules() for kind in HOOKS])
-    structure = "plain composition", has_several, invocation.method, num_hooks, *[m.training for m in module.modules()]
+    structure = "plain composition", has_several, method, num_hooks, *[m.training for m in module.modules()]
     is_early = not first_steps.are_past(structure)
     looks = list[Look]()
     if len(replicas) > 1:
@@ -568,7 +659,6 @@ def _looks_at_composition(
         looks.append(ScriptedBatchNorm(replicas[0] if isinstance(replicas[0], nn.Module) else module))
     own = [each for modules in common.modules for each in modules]
     search = Search(common.live_modules, common.names, observers=Blueprint(module).observers, own=own)
-    leaves = [*invocation.inputs, *invocation.kwargs.values()]
     looks += first_steps.looks(structure, search, leaves, devices, in_threads=not modes_that_stay())
     return looks
 
@@ -593,8 +683,8 @@ def _look_at_backward(watched: SharedWrites, output: Any, say: Callable[[], None
         node.register_prehook(begin)
 
 
-# The call that the plain composition runs: the verbs in it take the replicas' devices and rows from there.
-call_of_verbs: ContextVar[Call | None] = ContextVar("call_of_verbs", default=None)
+# The plan by which the plain composition runs: the verbs in it take the replicas' devices and rows from there.
+plan_of_verbs: ContextVar[StepPlan | None] = ContextVar("plan_of_verbs", default=None)
 live_tensors_of_verbs: ContextVar[LiveTensors] = ContextVar("live_tensors_of_verbs", default=())  # of its replicas
 
 

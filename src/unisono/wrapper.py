@@ -11,7 +11,8 @@ from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar
 from torch import nn
 
 from unisono.engines.rank_forward import Ranks
-from unisono.engines.threads import Threads
+from unisono.engines.step_memory import StepMemory
+from unisono.engines.step_plan import StepPlan
 from unisono.options import Options
 from unisono.primitives.split_sizes import IdleDevices
 from unisono.profiling.profile import Profile
@@ -52,7 +53,9 @@ class Wrapper(nn.Module):
     _has_own_verbs: ClassVar[type]  # the class whose verbs a subclass may override
     _modules: Any
     _options: Options
-    _threads: Threads
+    _step_memory: StepMemory
+    # From the plan of a step, returns that of one call, in which outputs have other weights; None: as it is.
+    _weighed: Callable[[StepPlan], StepPlan] | None = None
     _ranks: Ranks | None
     _idle_devices: IdleDevices
     _profile: Profile | None

@@ -285,7 +285,7 @@ def test_forwards_that_wait_for_backward_have_memory_of_their_own() -> None:
             loss.backward()
     assert_same_gradients(model.module, plain)
     assert len({addresses[0] for addresses in noted[1,]}) == len(xs)
-    assert len(model._threads._pool._idle) == 3
+    assert len(model._step_memory._pool._idle) == 3
 
 
 def test_maps_copy_once(copied: list[torch.Size]) -> None:

@@ -218,7 +218,7 @@ def test_a_replica_that_ran_out_of_memory_gets_no_more_than_it_can_bear(wrap: Wr
     """S16, F5: the limits that rescue=True has found."""
     speeds(1, 3)
     model = wrap(mlp(), shares="measured", rescue=True)
-    model._threads.row_limits[0] = 10
+    model._step_memory.row_limits[0] = 10
     until_frozen(model)
     train(model, torch.randn(ROWS, 5))
     assert [timing.rows for timing in model.replica_timings] == [10, 6]

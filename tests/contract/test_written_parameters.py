@@ -16,6 +16,7 @@ from helpers.contract import DEVICES, ON_CPU, Wrap, at_one_place, in_turn, on_th
 from helpers.losses import loss_of
 from helpers.modules import Calls, Composed
 from unisono import data_parallel
+from unisono.engines import replica
 from unisono.leftovers import written_parameters
 
 WRITTEN = "forward has written into parameter "
@@ -181,20 +182,6 @@ def test_what_depends_on_rows_is_an_error(wrap: Wrap, name: str) -> None:
         loss_of(model(x)).backward()
 
 
-@pytest.mark.parametrize("name", OF_ROWS)
-def test_a_first_step_that_is_refused_changes_nothing(wrap: Wrap, name: str) -> None:
-    """R22: whether the first replica writes into the memory of the module or replaces it."""
-    model = wrap(network(OF_ROWS[name][0]), 3)
-    parameters = [*model.module.parameters()]
-    before = [(each.data_ptr(), each.detach().clone()) for each in parameters]
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match=WRITTEN):
-            model(torch.randn(6, 5))
-        for each, (address, values) in zip(parameters, before, strict=True):
-            assert each.data_ptr() == address
-            assert_same(each.detach(), values)
-
-
 def test_what_is_not_named_but_a_parameter(wrap: Wrap) -> None:
     """R22: a buffer that needs a gradient, and a leaf in an attribute."""
     model = wrap(network(lambda net, x: (net.scale.add_(x.mean()), net.table.add_(x.mean()))))  # type: ignore[func-returns-value, arg-type]
@@ -219,15 +206,15 @@ def test_a_later_step_of_a_structure_that_writes(wrap: Wrap, place: str) -> None
 
 
 @at_one_place
-def test_parameters_too_large_to_be_kept(wrap: Wrap, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parameters_too_large_for_memory_of_their_own(wrap: Wrap, monkeypatch: pytest.MonkeyPatch) -> None:
     """R22: in the first step of replicas that share memory."""
-    monkeypatch.setattr(written_parameters, "_MOST_BYTES", 100)
+    monkeypatch.setattr(replica, "_MOST_BYTES", 100)
     with pytest.raises(RuntimeError, match=f"{WRITTEN}'shift', once in each of 3"):
         wrap(network(decay), 3)(torch.randn(6, 5))
 
 
-def test_a_step_that_runs_again_is_as_if_it_ran_once(wrap: Wrap) -> None:
-    """R22, N1: the first one, of replicas that share memory: draws, a list and a dict of the module."""
+def test_a_first_step_that_writes_runs_once(wrap: Wrap) -> None:
+    """R22, N1: draws, a list and a dict of the module."""
 
     def forward(net: Any, x: torch.Tensor) -> torch.Tensor:
         by_hand(net, x)
@@ -348,7 +335,7 @@ def test_memory_that_recurrent_layers_replace(wrap: Wrap) -> None:
     for _ in range(3):
         x = torch.randn(6, 5)
         assert_same(model(x), plain(x))
-    assert not model._threads.written
+    assert not model._step_memory.written
 
 
 def test_other_memory_with_the_same_values_in_a_map(wrap: Wrap) -> None:

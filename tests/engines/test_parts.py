@@ -141,7 +141,7 @@ def test_one_replica_that_can_bear_less(float64: None) -> None:
     model(x).sum().backward()
     plain(x).sum().backward()
     torch.testing.assert_close(model.module.layer.weight.grad, plain.layer.weight.grad)
-    assert model._threads.row_limits == {1: 4}
+    assert model._step_memory.row_limits == {1: 4}
 
 
 def test_a_replica_that_is_left_no_memory_by_another_one() -> None:
@@ -153,7 +153,7 @@ def test_a_replica_that_is_left_no_memory_by_another_one() -> None:
         return module.layer(x)
 
     model = DataParallel(Calls(forward, layer=nn.Linear(1, 2)), ["cpu"] * 2, rescue=True)
-    limits = model._threads.row_limits
+    limits = model._step_memory.row_limits
     x = torch.cat([torch.zeros(8, 1), torch.ones(8, 1)])
     torch.testing.assert_close(model(x), model.module.layer(x))
     assert limits == {0: 1, 1: 1}
@@ -173,7 +173,7 @@ def test_what_parts_take_is_loaded_before_memory_is_short() -> None:
 def test_dropout_in_parts_has_the_same_masks_in_backward(float64: None) -> None:
     """F11: each part is computed again with its own random numbers."""
     model = rescued(Fn(nn.functional.dropout, Greedy(3, False).net[0]))
-    model._threads.row_limits.update({0: 3, 1: 2})
+    model._step_memory.row_limits.update({0: 3, 1: 2})
     x = torch.randn(12, 20, requires_grad=True)
     output = model(x)
     output.sum().backward()
@@ -201,7 +201,7 @@ def test_what_cannot_be_run_in_parts(module: nn.Module, rows: int, options: dict
     with pytest.raises(torch.OutOfMemoryError, match="simulated") as raised:
         model(torch.ones(rows, 2))
     assert any(reason in note for note in raised.value.__notes__)
-    assert not model._threads.row_limits
+    assert not model._step_memory.row_limits
 
 
 def of_whole_batch(output: torch.Tensor) -> torch.Tensor:

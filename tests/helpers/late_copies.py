@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from unisono.autograd import broadcast
-from unisono.engines import threads
+from unisono.engines import step
 from unisono.runtime.buckets import is_plain
 from unisono.runtime.devices import Event
 from unisono.runtime.streams import Copies
@@ -80,5 +80,5 @@ class LateCopies(Copies):
 def send_late(monkeypatch: pytest.MonkeyPatch, not_before: threading.Event | None = None) -> None:
     """Have copies between devices made late."""
     monkeypatch.setattr(LateCopies, "not_before", not_before)
-    for module in (threads, broadcast):
+    for module in (step, broadcast):
         monkeypatch.setattr(module, "Copies", LateCopies)

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from unisono.autograd.bucket import RunningBackward, order_of_sums
-from unisono.autograd.replica_graph import LinkedParameters
+from unisono.autograd.linked import LinkedParameters
 from unisono.distributed.gradient_sync import SyncContext
 from unisono.leftovers.buffers import BuffersInBackward
 from unisono.runtime import timeline, torch_private

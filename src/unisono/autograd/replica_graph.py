@@ -1,14 +1,12 @@
 """The replica graphs of one forward: what goes into them, what comes out, and the backward through all of them.
 
 Each replica has a graph of its own, from its tensors for its shard and its parameters to its outputs. They are outputs
-of nodes (bucket.py), at which a backward through the graph ends. The boundary (boundary.py) is what the caller's graph
+of nodes (linked.py), at which a backward through the graph ends. The boundary (boundary.py) is what the caller's graph
 sees of all replicas (`ReplicaGraphs`).
 
 Each replica graph's backward is a call of its own from a thread of its own, as forward was: on the CPU torch runs it in
 that thread, on an accelerator in the thread that it has for the device. One call runs all of them where they have
 something in common: a mode that cannot follow into other threads, or tensors that replicas have exchanged.
-
-The parameters are many, and go through in bulk: as one list a replica, without an object or a call for each.
 """
 
 import contextlib
@@ -28,18 +26,15 @@ from unisono.autograd.bucket import (
     Collector,
     Contribution,
     Gradients,
-    InsideForward,
     Receivers,
-    own_tensors,
-    token_of,
 )
+from unisono.autograd.linked import BoundaryTensor, LeafTensors, LinkedParameters, LinkedTensors
 from unisono.distributed.gradient_sync import RankReduction, SyncContext
 from unisono.leftovers.buffers import BuffersInBackward
 from unisono.primitives.parallel_apply import values_or_raise
-from unisono.primitives.placements import Placement, Replicate, Single, WeightedSum
+from unisono.primitives.placements import Replicate, Single, WeightedSum
 from unisono.runtime import devices as _devices
 from unisono.runtime import timeline, torch_private
-from unisono.runtime.buckets import BucketPlan, added
 from unisono.runtime.errors import ReplicaNames, add_note, text_of
 from unisono.runtime.stand_ins import StandIns, while_running
 from unisono.runtime.streams import keep_for_reader
@@ -88,146 +83,6 @@ class Repeater(Protocol):
 
     def of_gradients(self, graphs: "ReplicaGraphs", make: Callable[[], "ReplicaGraphs"]) -> "Repeater":
         """Return that of the graphs of the gradients of `graphs`, which `make` makes."""
-
-
-class BoundaryTensor(NamedTuple):
-    """One input or output of the boundary: its placement, its device, and each replica's tensor.
-
-    Of an input the tensors are those that replicas have of it (None: the replica has no part of it). Of an output they
-    are results (None: the replica has none, or it does not count).
-    """
-
-    placement: Placement
-    device: torch.device
-    tensors: Sequence[torch.Tensor | None]
-    name: str = ""  # of an output
-
-    @property
-    def requires_grad(self) -> bool:
-        return bool([tensor for tensor in self.tensors if tensor is not None and tensor.requires_grad])
-
-    def of_gradients(self) -> Self:
-        """Return it with the placement by which gradients of the replicas' tensors are joined."""
-        return self._replace(placement=self.placement.of_gradients())
-
-    def part(self, tensor: torch.Tensor, index: int, device: torch.device) -> torch.Tensor | None:
-        part = self.placement.part(tensor, index)
-        return part if part is None or part.device == device else _devices.copy_to(part, device)
-
-    def join(self, parts: Sequence[torch.Tensor | None]) -> torch.Tensor:
-        on_device = [p if p is None or p.device == self.device else _devices.copy_to(p, self.device) for p in parts]
-        return self.placement.join(on_device)
-
-    def join_gradients(self, parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
-        """Return the gradient of an input from those of the replicas' tensors; None if no replica has one."""
-        has_any = bool([part for part in parts if part is not None])
-        return self.join(self.with_every_part(parts)) if has_any else None
-
-    def with_every_part(self, parts: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
-        """Return gradients with zeros for rows on which no output depends."""
-        if not self.placement.needs_every_part:
-            return parts
-        return [
-            torch.zeros(own.shape, dtype=own.dtype, device=self.device) if part is None and own is not None else part
-            for part, own in zip(parts, self.tensors, strict=True)
-        ]
-
-
-class _Alias(torch.autograd.Function):
-    """The same tensor with the same history, as another object.
-
-    If a graph referred to the caller's own object, `h += model(h)` would make a cycle of h and the graph.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
-        ctx.set_materialize_grads(False)  # None, where no replica used the tensor, stays None
-        return tensor.detach()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor | None) -> torch.Tensor | None:
-        return grad
-
-
-class LinkedTensors(NamedTuple):
-    """One of the boundary's inputs: a live tensor behind a token, and the replicas' tensors of it."""
-
-    collector: Collector
-    token: torch.Tensor
-    tensors: BoundaryTensor
-    nodes: Sequence[Any]  # the bucket nodes
-
-    @classmethod
-    def of_input(cls, tensor: torch.Tensor, placement: Placement, parts: Sequence[torch.Tensor | None]) -> Self:
-        """Link parts of one live tensor, one a replica, which need no gradient."""
-        if not tensor.is_leaf:
-            tensor = _Alias.apply(tensor)  # type: ignore[no-untyped-call]
-        # The replicas' tensors themselves would make a reference cycle: they refer to the collector.
-        forms = [None if p is None else torch.empty(p.shape, dtype=p.dtype, device="meta") for p in parts]
-        of_forms = BoundaryTensor(placement, tensor.device, forms)
-
-        def join(contributions: Sequence[Contribution]) -> Gradients:
-            return [of_forms.join_gradients(_parts_of(contributions, len(forms)))]
-
-        collector = Collector([tensor], join)
-        token = token_of(collector)
-        own = [
-            None if part is None else own_tensors(token, collector, 0, i, [part.detach()])[0]
-            for i, part in enumerate(parts)
-        ]
-        nodes = [tensor.grad_fn for tensor in own if tensor is not None]
-        return cls(collector, token, BoundaryTensor(placement, tensor.device, own), nodes)
-
-    def begin_forward(self) -> None:
-        """Keep the gradients of backwards inside forward, for `Collector.end_forward`."""
-        self.collector.inside = InsideForward((), ())
-
-
-def _parts_of(contributions: Sequence[Contribution], num_replicas: int) -> Gradients:
-    """Return each replica's gradient of a single tensor."""
-    parts: Gradients = [None] * num_replicas
-    for each in contributions:
-        parts[each.replica] = added(parts[each.replica], each.gradients[0])
-    return parts
-
-
-class LinkedParameters(NamedTuple):
-    """The live parameters that need a gradient, and the replicas'."""
-
-    collector: Collector
-    token: torch.Tensor
-    own: Sequence[Sequence[torch.Tensor]]  # `own[i]` are replica i's, one for each live one
-    nodes: Sequence[Any]  # the bucket nodes
-    plan: BucketPlan
-    is_flat: bool  # whether a replica has memory of its own
-
-    @property
-    def live(self) -> Sequence[torch.Tensor]:
-        return self.collector.live
-
-    def begin_forward(self) -> None:
-        """As `LinkedTensors.begin_forward`."""
-        self.collector.inside = InsideForward(self.own, self.plan.numbers)
-
-    def freeze(self, live: Sequence[torch.Tensor]) -> None:
-        """Have the replicas' parameters for some live ones need no gradient, as if forward had switched it off."""
-        numbers = [n for n, each in enumerate(self.live) if any(each is parameter for parameter in live)]
-        for own in self.own:
-            for n in numbers:
-                own[n].requires_grad_(False)
-
-    def frozen(self) -> list[torch.Tensor]:
-        """Return the live parameters of which all replicas have switched the gradient off, as the module would have."""
-        frozen, replicas = self.collector.frozen, range(len(self.own))
-        places = ((n, b, place) for b, numbers in enumerate(self.plan.numbers) for place, n in enumerate(numbers))
-        return [self.live[n] for n, b, place in places if all((b, i, place) in frozen for i in replicas)]
-
-
-class LeafTensors(NamedTuple):
-    """One of the boundary's inputs behind which the replicas' tensors are leaves: nothing else can lead to them."""
-
-    live: torch.Tensor
-    tensors: BoundaryTensor
 
 
 class Joined(NamedTuple):

@@ -99,7 +99,7 @@ class Task:
 
     def _arguments(self) -> Arguments:
         dim, in_dims = self.options.get("dim", 0), self.options.get("in_dims", ...)
-        return Arguments(self.args, self.kwargs, dim, in_dims, self.model.forward)
+        return Arguments(self.args, self.kwargs, dim).find_rows(in_dims, self.model.forward)
 
     def loss(self, output: Any) -> Tensor:
         """Return the loss; without a criterion, the mean squares of all floating outputs."""

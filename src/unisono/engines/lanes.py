@@ -21,9 +21,9 @@ from typing import Any, TypeAlias
 
 import torch
 
-from unisono.engines.call import called
 from unisono.engines.compile_lock import CompileLock, check_cuda_graphs, kind_of
 from unisono.engines.replica import Replica, ReplicaPool, Replicas
+from unisono.engines.step_plan import called
 from unisono.leftovers.first_steps import FirstSteps, Look
 from unisono.leftovers.shared import Search
 from unisono.leftovers.written_parameters import IN_LANES, LookAtParameters
@@ -54,7 +54,7 @@ class LaneCall:
     """The calls that lanes make, one a batch."""
 
     devices: Sequence[torch.device]  # one a lane
-    # As in `Call`.
+    # As in `StepPlan`.
     source: torch.device
     output_device: torch.device
     method: str | None = None

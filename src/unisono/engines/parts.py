@@ -1,7 +1,7 @@
 """A replica's shard in parts, one after the other: of one part only, at a time, are activations in memory.
 
 Each part runs under an activation checkpoint, so it is computed once more in backward. The caller asks for parts
-(`Call.parts`), or a replica has run out of memory (rescue.py).
+(`StepPlan.parts`), or a replica has run out of memory (rescue.py).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from unisono.engines.call import Call
+from unisono.engines.step_plan import StepPlan
 from unisono.primitives import pytree
 from unisono.primitives.change_tracking import fill, restore
 from unisono.primitives.dims import OutputRules
@@ -34,37 +34,37 @@ class Parts(NamedTuple):
     rules: OutputRules  # how outputs are joined
 
 
-def parts_of(row_limits: Mapping[int, int], call: Call, root: nn.Module, index: int) -> Parts | None:
+def parts_of(row_limits: Mapping[int, int], plan: StepPlan, root: nn.Module, index: int) -> Parts | None:
     """Return how a replica runs its shard in parts; None: as a whole.
 
     Args:
         row_limits: how many rows fit in each replica's memory, by its number, where that is known.
-        index: of the replica in the call.
+        index: of the replica in the plan.
 
     Raises:
         RuntimeError: the caller wants parts, and its module or the other options do not allow them.
     """
-    rows = call.sizes[index]
+    rows = plan.sizes[index]
     if rows < 2:
         return None
-    limit = row_limits.get(call.replica_numbers[index], rows)
-    number = max(-(-rows // limit), min(call.parts, rows))
+    limit = row_limits.get(plan.replica_numbers[index], rows)
+    number = max(-(-rows // limit), min(plan.parts, rows))
     if number <= 1:
         return None
-    if reason := why_no_parts(call, root):
-        if call.parts == 1:
+    if reason := why_no_parts(plan, root):
+        if plan.parts == 1:
             return None
-        raise RuntimeError(NO_PARTS.format(where=call.where()[index], reason=reason))
-    return Parts(tuple(split_rows(rows, number, "even")), tuple(call.arguments.axes), call.part_rules or call.rules)
+        raise RuntimeError(NO_PARTS.format(where=plan.names[index], reason=reason))
+    return Parts(tuple(split_rows(rows, number, "even")), tuple(plan.axes), plan.part_rules)
 
 
-def why_no_parts(call: Call, root: nn.Module) -> str | None:
+def why_no_parts(plan: StepPlan, root: nn.Module) -> str | None:
     """Return why no replica of a call can run its shard in parts; None if they can."""
-    if call.sync_batch_norm:
+    if plan.sync_batch_norm:
         return "its replicas wait for each other in forward."
-    if call.arguments.rows is None:
+    if plan.rows is None:
         return "the inputs have no rows."
-    if call.rules.amounts is not None:
+    if plan.rules.amounts is not None:
         return "the weight of each part in a mean is unknown."
     of_batch = (
         f"{name or 'the model itself'} ({type(module).__name__}) normalises over all its rows."
@@ -88,7 +88,7 @@ def run_in_parts(
         RuntimeError: it writes buffers, or its outputs are not those of the whole shard: it cannot be run in parts.
     """
     function, assign_as_last_part = _with_attributes_of_now(root, function)
-    arguments = Arguments(args, kwargs, parts.rules.dim, axes=parts.axes)
+    arguments = Arguments(args, kwargs, parts.rules.dim).find_rows(axes=parts.axes)
     shards = scattered(arguments, [device] * len(parts.sizes), parts.sizes)
     buffers = _written(root)
     if not torch.is_grad_enabled():

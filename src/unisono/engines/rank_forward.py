@@ -22,15 +22,17 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
+from unisono.autograd.graph_search import is_reentrant_checkpoint, leaves_and_nodes
+from unisono.autograd.linked import link_parameters
 from unisono.distributed.gradient_sync import SENT_TWICE, GradientSync, SyncContext, UnboundGradientSync
-from unisono.engines.call import Call
-from unisono.engines.replica import is_reentrant_checkpoint, leaves_and_nodes, link_parameters
-from unisono.engines.threads import Threads
+from unisono.engines.replica import ReplicaPool
+from unisono.engines.step import run_step
+from unisono.engines.step_memory import StepMemory
+from unisono.engines.step_plan import Call
 from unisono.leftovers.first_steps import ScriptedBatchNorm
 from unisono.leftovers.written_parameters import LookAtParameters, WrittenParameters
 from unisono.primitives import pytree
 from unisono.primitives.blueprint import Blueprint
-from unisono.primitives.dims import OutputRules
 from unisono.primitives.inputs import scattered
 from unisono.primitives.outputs import without_rows
 from unisono.primitives.parallel_apply import values_or_raise
@@ -39,7 +41,6 @@ from unisono.runtime import devices as _devices
 from unisono.runtime import torch_private
 from unisono.runtime.errors import add_note, log_once
 from unisono.runtime.thread_pool import inside_replica, run_together
-from unisono.runtime.thread_state import modes_that_stay
 from unisono.sync_batch_norm.across_processes import CrossProcessAllGather, InEvalMode
 from unisono.sync_batch_norm.function_mode import run_as_replica, run_outside_of_step
 
@@ -108,40 +109,70 @@ class Ranks:
         is_bound = isinstance(self._gradient_sync, GradientSync)
         return InEvalMode() if sync_batch_norm and is_bound and not inside_replica() else None
 
-    def forward(self, threads: Threads, module: nn.Module, call: Call) -> Any:
-        """Do what `Threads.forward` does; the backward of its output sums the gradients over the ranks."""
-        gradient_sync = self._active(module, call.sync_batch_norm)
+    def run_step(
+        self,
+        memory: StepMemory,
+        module: nn.Module,
+        pool: ReplicaPool | None,
+        call: Call,
+        frozen: Sequence[torch.Tensor],
+    ) -> Any:
+        """Do what `step.run_step` does; the backward of its output sums the gradients over the ranks.
+
+        Args:
+            pool: None: a mode is active that cannot follow into other threads.
+        """
+        plan = call.plan
+        gradient_sync = self._active(module, plan.sync_batch_norm)
         if gradient_sync is None:
-            exchange = self.own_exchange(call.sync_batch_norm)
-            return threads.forward(module, call if exchange is None else replace(call, cross_process=exchange))
+            exchange = self.own_exchange(plan.sync_batch_norm)
+            call = call if exchange is None else replace(call, cross_process=exchange)
+            assert pool is not None  # modes that stay are for other ways, then
+            return run_step(memory, pool, call, frozen)
         if torch_private.runs_in_ddp():
-            threads.warnings.give(SENT_TWICE)
+            memory.warnings.give(SENT_TWICE)
         try:
-            return self._forward(threads, gradient_sync, module, call)
+            return self._run_step(gradient_sync, memory, module, pool, call, frozen)
         except BaseException as error:
             gradient_sync.communicator.failures.publish_exception(error)
             raise
 
-    def _forward(self, threads: Threads, gradient_sync: GradientSync, module: nn.Module, call: Call) -> Any:
-        sync_context, all_gather = gradient_sync.sync_context(module, call.arguments.rows), None
-        if call.sync_batch_norm and module.training:
+    def _run_step(
+        self,
+        gradient_sync: GradientSync,
+        memory: StepMemory,
+        module: nn.Module,
+        pool: ReplicaPool | None,
+        call: Call,
+        frozen: Sequence[torch.Tensor],
+    ) -> Any:
+        plan = call.plan
+        sync_context, all_gather = gradient_sync.sync_context(module, plan.rows), None
+        if plan.sync_batch_norm and module.training:
             communicator, devices = gradient_sync.communicator, gradient_sync.devices
             all_gather = CrossProcessAllGather(communicator, devices, sync_context.weight_of_loss)
             sync_context = replace(sync_context, has_exchanges=True)
-        if call.sync_batch_norm:
+        if plan.sync_batch_norm:
             call = replace(call, cross_process=all_gather or InEvalMode())
-        if call.arguments.rows == 0:
-            output = self._run_on_stand_in(threads, gradient_sync, module, call, sync_context)
+        call = replace(call, sync_context=sync_context)
+        if plan.rows == 0:
+            output = self._run_on_stand_in(gradient_sync, memory, module, pool, call, frozen)
         else:
-            output = self._run(threads, module, call, sync_context)
-        if gradient_sync.sample is None and call.arguments.rows:
+            output = self._run(memory, module, pool, call, frozen)
+        if gradient_sync.sample is None and plan.rows:
             gradient_sync.sample = call.arguments.first_rows(_STAND_IN_ROWS)
         if all_gather is not None and not torch.is_grad_enabled():
             gradient_sync.share_buffers(module, all_gather.end_forward())
         return output
 
     def _run_on_stand_in(
-        self, threads: Threads, gradient_sync: GradientSync, module: nn.Module, call: Call, sync_context: SyncContext
+        self,
+        gradient_sync: GradientSync,
+        memory: StepMemory,
+        module: nn.Module,
+        pool: ReplicaPool | None,
+        call: Call,
+        frozen: Sequence[torch.Tensor],
     ) -> Any:
         buffers = list(module.buffers())
         before = [buffer.detach().clone() for buffer in buffers]
@@ -150,9 +181,10 @@ class Ranks:
             sample = call.arguments.with_rows(_STAND_IN_ROWS)
         # `call` has one replica, as every call without rows: several might have too few rows each.
         # Its inputs need gradients as those of `call` do: so does what other ranks exchange in backward.
-        stand_in = replace(call, arguments=call.arguments.with_rows_of(sample), sizes=(_STAND_IN_ROWS,))
+        plan = replace(call.plan, sizes=(_STAND_IN_ROWS,), rows=_STAND_IN_ROWS)
+        stand_in = replace(call, arguments=call.arguments.with_rows_of(sample), plan=plan)
         try:
-            output = without_rows(self._run(threads, module, stand_in, sync_context), call.rules)
+            output = without_rows(self._run(memory, module, pool, stand_in, frozen), plan.part_rules)
         except BaseException as error:
             add_note(error, _NO_ROWS)
             raise
@@ -161,7 +193,7 @@ class Ranks:
 
     def run_plain(
         self,
-        threads: Threads,
+        memory: StepMemory,
         module: nn.Module,
         method: str | None,
         call: Callable[[], T],
@@ -174,7 +206,7 @@ class Ranks:
         exchange = self.own_exchange(sync_batch_norm)
         if exchange is not None:
             call = partial(run_outside_of_step, module, call, exchange)
-        first_steps, structure = threads.first_steps, ("outside of a step", method, module.training)
+        first_steps, structure = memory.first_steps, ("outside of a step", method, module.training)
         # A loaded model is bound to its processes in a step: one of them alone may evaluate it before.
         is_bound = isinstance(self._gradient_sync, GradientSync)
         if not is_bound or inside_replica() or not first_steps.is_first(structure):
@@ -196,60 +228,56 @@ class Ranks:
         look.end()
         return output
 
-    def _run(self, threads: Threads, module: nn.Module, call: Call, sync_context: SyncContext) -> Any:
-        if modes_that_stay():
-            run = partial(self._run_in_callers_graph, threads, module, call, sync_context)
+    def _run(
+        self,
+        memory: StepMemory,
+        module: nn.Module,
+        pool: ReplicaPool | None,
+        call: Call,
+        frozen: Sequence[torch.Tensor],
+    ) -> Any:
+        if pool is None:
+            run = partial(self._run_in_callers_graph, module, call)
             output = self._noting_writes(module, run, with_values=False)
         else:
-            rules = call.rules
-            is_alone = len(self._devices) == 1
-            if is_alone:  # as with one device alone: outputs are not joined, and 0-dim ones stay 0-dim
-                rules = OutputRules(rules.dim, None, rules.scalars)
-            # These have something to be done around backward, or run it again.
-            has_more = bool(call.rescue or call.parts > 1 or call.sync_batch_norm)
-            in_one_graph = is_alone and torch.is_grad_enabled() and not has_more
-            options: Any = {"sync_context": sync_context, "in_one_graph": in_one_graph}
-            # As `replace`, without its look at each field.
-            call = Call(**{**vars(call), "rules": rules, "part_rules": call.rules, **options})
-            output = threads.forward(module, call)
+            output = run_step(memory, pool, call, frozen)
         if torch.is_grad_enabled():
-            sync_context.has_run()
+            call.sync_context.has_run()
         return output
 
     @staticmethod
-    def _with_own_parameters(
-        threads: Threads, module: nn.Module, method: str | None, sync_context: SyncContext
-    ) -> Callable[..., Any]:
+    def _with_own_parameters(module: nn.Module, method: str | None, sync_context: SyncContext) -> Callable[..., Any]:
         """Return a function that calls `module` with parameters whose gradients are summed over the ranks."""
         function = _MethodAsForward(module, method)
         parameters = [parameter for parameter in function.parameters() if parameter.requires_grad]
         if not parameters:
             return function
         linked = link_parameters(parameters, [{}], sync_context.plan(parameters), is_flat=False)
-        threads.sum_over_ranks(linked, sync_context)
+        linked.sum_over_ranks(sync_context)
         by_live = dict(zip(map(id, parameters), linked.own[0], strict=True))
         # Each name of a shared parameter, and each module once: torch would untie what it ties.
         places = [(f"{path}.{name}", p) for path, m in function.named_modules() for name, p in m._parameters.items()]
         own = {name: by_live[id(parameter)] for name, parameter in places if id(parameter) in by_live}
         return lambda *args, **kwargs: functional_call(function, own, args, kwargs, tie_weights=False)
 
-    def _run_in_callers_graph(self, threads: Threads, module: nn.Module, call: Call, sync_context: SyncContext) -> Any:
-        if call.sync_batch_norm and module.training:
+    def _run_in_callers_graph(self, module: nn.Module, call: Call) -> Any:
+        plan = call.plan
+        if plan.sync_batch_norm and module.training:
             raise RuntimeError(_NO_BATCH_NORM_IN_MODE)
         if len(self._devices) > 1:
             log_once(_RUNS_WHOLE)
-        run = self._with_own_parameters(threads, module, call.method, sync_context)
-        [shard] = scattered(call.arguments, call.devices[:1], [call.arguments.rows or 0], call.rules.warnings)
+        run = self._with_own_parameters(module, plan.method, call.sync_context)
+        [shard] = scattered(call.arguments, plan.devices[:1], [plan.rows or 0], plan.part_rules.warnings)
         # As a replica, so that a wrapper inside the module runs its own replicas one after the other.
         args, kwargs = shard
         task = partial(run, *args, **kwargs)
         if call.cross_process is not None:
             task = partial(run_as_replica, module, task, call.cross_process)
-        [output] = values_or_raise(run_together([task], call.devices[:1]), call.where()[:1])
+        [output] = values_or_raise(run_together([task], plan.devices[:1]), plan.names[:1])
         reached = leaves_and_nodes([tensor for _, tensor in pytree.tensors(output)])
         if any(is_reentrant_checkpoint(node) for node in reached if not isinstance(node, torch.Tensor)):
             raise RuntimeError(_REENTRANT)
-        return pytree.map_tensors(lambda tensor: _devices.copy_to(tensor, call.output_device), output)
+        return pytree.map_tensors(lambda tensor: _devices.copy_to(tensor, plan.output_device), output)
 
 
 class _MethodAsForward(nn.Module):

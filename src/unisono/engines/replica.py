@@ -1,35 +1,18 @@
-"""A replica's inputs, its parameters, and a search of its graph.
+"""The replicas of a module: what each is made of, and when they are used again.
 
-`Inputs` splits the caller's inputs into shards. A `ReplicaPool` has replicas, each with parameters of its own. Both are
-linked to the caller's tensors where these need a gradient (autograd/bucket.py). `look_for_live_tensors` finds tensors
-in a replica's graph that are not its own.
-Copies to other devices may still be in flight when these objects exist: see `streams.py`.
+A `ReplicaPool` has replicas, each with parameters of its own, linked to the live ones (autograd/linked.py). Copies to
+other devices may still be in flight when they exist: see `streams.py`.
 """
 
 import sys
-import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from functools import partial
-from operator import attrgetter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from unisono.autograd.broadcast import CoalescedBroadcast
-from unisono.autograd.bucket import (
-    Collector,
-    is_bucket_node,
-    joined_gradients,
-    lead_to,
-    lead_to_others,
-    leaf_on,
-    own_tensors,
-    token_of,
-)
-from unisono.autograd.replica_graph import CapturedTensors, LinkedParameters, LinkedTensors, ReplicaGraphs, Ways
-from unisono.engines.call import Call, called
-from unisono.engines.parts import parts_of, run_in_parts
+from unisono.autograd.linked import LinkedParameters, link_parameters, own_parameter
 from unisono.leftovers.attributes import (
     attribute_dicts_of,
     counts,
@@ -52,104 +35,13 @@ from unisono.leftovers.report import Kind, Leftovers
 from unisono.leftovers.shared import SharedWrites
 from unisono.leftovers.written_parameters import WrittenParameters, in_each
 from unisono.primitives import pytree
-from unisono.primitives.batch_types import batch_type_of
 from unisono.primitives.blueprint import Blueprint, unlinked_at_deletion
 from unisono.primitives.change_tracking import GONE, Change, ContainerSnapshot, DictSnapshot, TensorSnapshot, fill
-from unisono.primitives.outputs import Group
-from unisono.primitives.placements import Placement
-from unisono.primitives.tensor_attributes import carry_attributes
 from unisono.primitives.visitor import INERT
 from unisono.runtime import devices as _devices
 from unisono.runtime import torch_private
 from unisono.runtime.buckets import BUCKET_BYTES, SHARED_BUCKET_BYTES, BucketPlan
-from unisono.runtime.interrupts import interruptible
 from unisono.runtime.streams import Copies
-from unisono.runtime.timeline import ReplicaTiming
-
-
-class Inputs:
-    """The inputs of every replica.
-
-    Attributes:
-        shards: (positional, keyword) inputs, one a replica, on its device.
-        linked: the caller's tensors that need a gradient, with the replicas' parts of them.
-        numbers_of_linked: which of all tensors these are.
-    """
-
-    def __init__(self, call: Call, tracked: bool, copies: Copies) -> None:
-        num_replicas = len(call.devices)
-        self.linked: list[LinkedTensors] = []
-        self.numbers_of_linked: tuple[int, ...] = ()
-        all_on_cpu = _devices.are_cpu(call.devices)
-        number = 0
-
-        def place(tensor: torch.Tensor, placement: Placement) -> list[torch.Tensor | None]:
-            nonlocal number
-            number += 1
-            data = tensor.detach()
-            parts = [placement.part(data, i) for i in range(num_replicas)]
-            if tracked and tensor.requires_grad:
-                # On the replica's own device: its nodes do not run in the thread that torch has for another one, which
-                # may be waiting for this replica in batch norm.
-                parts = [
-                    None if part is None else _devices.copy_to(part, device)
-                    for part, device in zip(parts, call.devices, strict=True)
-                ]
-                linked = LinkedTensors.of_input(tensor, placement, parts)
-                self.linked.append(linked)
-                self.numbers_of_linked += (number,)
-                parts = [*linked.tensors.tensors]
-            # A copy even on the same device, so that a module that writes into its input writes into its own; and
-            # made in the replica's graph, so that the gradient is that of what the caller gave.
-            if all_on_cpu and _devices.is_cpu(tensor.device):  # the common case, with few calls
-                placed = _devices.copies_on_cpu(parts)
-            else:
-                placed = [None if p is None else _copied(p, i, call.devices[i], copies) for i, p in enumerate(parts)]
-            if tensor.requires_grad and not tracked:  # a module may switch gradients on for what it does inside
-                placed = [copy if copy is None else copy.requires_grad_() for copy in placed]
-            if tensor.__dict__:
-                carry_attributes(tensor, placed)
-            return placed
-
-        self.shards = call.arguments.split(call.sizes, place, call.rules.warnings, in_parts=call.parts > 1)
-
-
-def _copied(part: torch.Tensor, replica: int, device: torch.device, copies: Copies) -> torch.Tensor:
-    """Return a copy for a replica; a copy with a history is made at once, on the stream of the rest of the graph."""
-    if part.requires_grad or _devices.same_device(part.device, device):
-        return _devices.copied_to(part, device)
-    return copies.to(part, replica)
-
-
-@interruptible
-def call_replica(
-    call: Call,
-    row_limits: Mapping[int, int],
-    inputs: Inputs,
-    roots: Sequence[nn.Module],
-    copies: Copies,
-    timings: Sequence[ReplicaTiming],
-    num_nodes: list[int],
-    index: int,
-) -> Any:
-    """Call a replica with its inputs, in its thread, as a whole or in parts; note how long it took.
-
-    Args:
-        num_nodes: takes how many nodes of graphs it has made, one number a replica.
-    """
-    started, first_node = time.perf_counter(), torch_private.sequence_number()
-    copies.wait_copies(index)
-    root, (args, kwargs) = roots[index], inputs.shards[index]
-    parts = parts_of(row_limits, call, root, index) if call.parts > 1 or row_limits else None
-    if parts is None:
-        output = called(root, call.method)(*args, **kwargs)
-    else:
-        output = run_in_parts(root, called(root, call.method), args, kwargs, parts, call.devices[index])
-    num_nodes[index] = torch_private.sequence_number() - first_node
-    if call.is_timed:
-        _devices.queued_work(call.devices[index])(True)
-    timings[index].forward_s = time.perf_counter() - started
-    return output
 
 
 class Replica:
@@ -500,6 +392,7 @@ class KeptReplicas:
         self.by_kind: dict[tuple[Any, ...], Replicas] = {}
 
 
+_MOST_BYTES = 1 << 30  # of memory that replicas have of their own because forward may write
 _MOST_IDLE = 3  # that are kept: forwards may follow each other before a backward
 
 
@@ -542,6 +435,7 @@ class ReplicaPool:
         self.buffers = torch_private.of_one_kind(blueprint.buffers.values())
         self._idle: list[KeptReplicas] = []
         self._plans: dict[bool, BucketPlan] = {}
+        self._for_one_forward: dict[tuple[Any, ...], ReplicaPool] = {}  # by the kind of their replicas
 
     def is_current(self, module: nn.Module, source: torch.device, *, writes: bool) -> bool:
         """Return whether these are the replicas of `module` as it is now, on `source`."""
@@ -556,13 +450,20 @@ class ReplicaPool:
         plan: BucketPlan | None = None,
         *,
         with_live_buffers: bool = True,
+        may_write: bool = False,
     ) -> Replicas:
         """Return a replica for each device, the first with the live module's buffers unless these are elsewhere.
 
         Args:
             plan: the parameters' buckets; None: those for this process alone.
+            may_write: whether it is not known if forward writes parameters. Then each replica but the first has memory
+                of its own, if that is not too much, and is for this forward only.
         """
         kind = (tracked, torch.is_inference_mode_enabled(), with_live_buffers, plan, *devices)
+        if may_write and not self.has_separate_memory and (len(devices) - 1) * self._num_bytes() <= _MOST_BYTES:
+            pool = ReplicaPool(self.blueprint, self.source, self.leftovers, writes=True, has_wrappers=self.has_wrappers)
+            self._for_one_forward[kind] = pool
+            return pool.take(devices, tracked, copies, plan)
         kept = self._take_kept(devices, kind)
         replicas = kept.by_kind.pop(kind, None)
         if replicas is not None and replicas.can_run_again():
@@ -570,9 +471,13 @@ class ReplicaPool:
             replicas.renew(copies, kept, self._idle)
             return replicas
         each, linked = self._stamp(kept.broadcast, devices, tracked, copies, with_live_buffers, plan)
+        self._for_one_forward.pop(kind, None)  # not before: no id of a layer comes again for another one
         returns_to = self._idle if self.blueprint.is_reusable else None
         times = self._times or in_each(len(devices))
         return Replicas(each, linked, kept, kind, returns_to, self.leftovers, self.blueprint, times, self.source)
+
+    def _num_bytes(self) -> int:
+        return sum([parameter.nbytes for parameter in self.blueprint.parameters.values()])
 
     def _take_kept(self, devices: Sequence[torch.device], kind: tuple[Any, ...]) -> KeptReplicas:
         """Return what is kept for these devices and is not in use, best with replicas of this kind; or a new one."""
@@ -622,294 +527,3 @@ class ReplicaPool:
             full_bytes = BUCKET_BYTES if is_flat else SHARED_BUCKET_BYTES
             self._plans[is_flat] = BucketPlan.of_replicas(self.live_parameters, full_bytes)
         return self._plans[is_flat]
-
-
-def link_parameters(
-    live: Sequence[torch.Tensor], copied: Sequence[Mapping[int, torch.Tensor]], plan: BucketPlan, *, is_flat: bool
-) -> LinkedParameters:
-    """Return parameters like the live ones for each replica: outputs of its bucket nodes.
-
-    Args:
-        copied: for each replica, copies of the parameters that are not on its device, by id.
-        is_flat: whether any has memory of its own.
-    """
-    collector = Collector(live, partial(joined_gradients, live, plan))
-    token = token_of(collector)
-    own: list[list[torch.Tensor]] = []
-    nodes: list[Any] = []
-    for replica, of_replica in enumerate(copied):
-        found: dict[int, torch.Tensor] = {}
-        for b, numbers in enumerate(plan.numbers):
-            if not numbers:
-                continue
-            given = [own_parameter(live[n], of_replica.get(id(live[n]), live[n])) for n in numbers]
-            of_bucket = own_tensors(token, collector, b, replica, given, leaf_on(given[0].device))
-            found.update(zip(numbers, of_bucket, strict=True))
-            nodes.append(found[numbers[0]].grad_fn)
-        own.append([found[n] for n, _ in enumerate(live)])
-    return LinkedParameters(collector, token, own, nodes, plan, is_flat)
-
-
-def own_parameter(parameter: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
-    """Return a parameter like the live one in the memory of `data`, which needs no gradient yet."""
-    own: torch.Tensor
-    if type(parameter) is torch.Tensor:  # a buffer, or a value that functional_call has put there
-        own = data.detach()
-    elif type(parameter) is not nn.Parameter and isinstance(parameter, nn.Parameter) and _is_plain_inside(parameter):
-        own = data.detach().as_subclass(type(parameter))
-    else:  # a parameter; or one of a subclass of Tensor, which detach() keeps
-        own = nn.Parameter(data.detach(), requires_grad=False)
-    return own
-
-
-def _is_plain_inside(parameter: torch.Tensor) -> bool:
-    """Return whether a parameter of a user's class is a plain tensor otherwise."""
-    return type(parameter.detach()) is torch.Tensor
-
-
-class GraphSearch:
-    """Searches the graphs of replicas with `look_for_live_tensors`, once per structure if nothing is found there.
-
-    A structure is that of the module and of the inputs, and what a global or a buffer may decide: how many nodes
-    forward has made, and whether a checkpoint has begun. Whether graphs go on into those of earlier forwards depends on
-    what forward finds where it keeps tensors, and whether outputs lead to others may depend on a buffer: both are
-    looked for each time, by torch.
-    """
-
-    def __init__(self) -> None:
-        # Structures in whose graphs no captured tensor was found; what else was.
-        self._self_contained: dict[tuple[Any, ...], CapturedTensors] = {}
-
-    def captured_tensors(
-        self,
-        pool: "ReplicaPool",
-        call: Call,
-        groups: Sequence[Group],
-        where: Sequence[str],
-        collectors: Sequence[Collector],
-        *,
-        numbers_of_linked: tuple[int, ...],
-        may_differ: bool,
-        in_parts: bool,
-        in_one_graph: bool,
-        num_nodes: tuple[int, ...],
-        has_hooks: bool,
-        has_reentrant_checkpoint: bool,
-    ) -> CapturedTensors:
-        """Return the leaves in the graphs behind `groups` that belong neither to the module nor to a replica.
-
-        The next call `may_differ` where the inputs carry objects. In replicas `in_parts` outputs are joined of parts.
-        `numbers_of_linked` are those of `Inputs`. `in_one_graph` with the caller's, graphs may go on into those of
-        earlier forwards, and outputs may lead to others: that is torch's matter.
-
-        Args:
-            num_nodes: that each replica has made.
-            has_hooks, has_reentrant_checkpoint: whether saved-tensor hooks, which a checkpoint has, or a reentrant
-                checkpoint have begun in forward, or in one that runs at the same time.
-        """
-        ends = [tensor for group in groups for tensor in group.tensors if tensor is not None]
-        flags = (*map(_requires_grad, ends),)
-        seen = num_nodes, has_hooks, has_reentrant_checkpoint, in_one_graph
-        structure = (len(groups), in_parts, numbers_of_linked, flags, seen, *structure_of(pool, call))
-        found = None if may_differ else self._self_contained.get(structure)
-        if found is not None and (
-            in_one_graph or (are_ways(found.ways, groups) and not lead_to_others(ends, collectors))
-        ):
-            return found
-        captured = look_for_live_tensors(pool.blueprint, groups, where, collectors, in_one_graph=in_one_graph)
-        has_reentrant_checkpoint |= captured.has_reentrant_checkpoint
-        captured = captured._replace(
-            has_reentrant_checkpoint=has_reentrant_checkpoint,
-            has_checkpoint=has_reentrant_checkpoint or has_hooks,
-            ways=Ways() if in_one_graph else ways_between(groups, in_parts=in_parts),
-        )
-        if in_one_graph or not (captured.tensors or captured.earlier or may_differ):
-            if len(self._self_contained) >= _MOST_STRUCTURES:
-                self.clear()
-            self._self_contained[structure] = captured
-        return captured
-
-    def clear(self) -> None:
-        """Search again."""
-        self._self_contained.clear()
-
-
-def structure_of(pool: "ReplicaPool", call: Call) -> tuple[Any, ...]:
-    """Return what is equal for two calls that build the same graph, as far as modules and inputs tell."""
-    return call.method, call.arguments.flags, pool.blueprint.signature
-
-
-def carries_objects(call: Call) -> bool:
-    """Return whether the inputs hold objects of unknown classes.
-
-    Every replica gets the same object. Through a tensor in it the replicas' graphs may share nodes, which no replica's
-    backward may free.
-    """
-    others = [leaf for leaf in call.arguments.leaves if type(leaf) not in _CARRIES_NOTHING]
-    return any(not isinstance(leaf, torch.Tensor) and batch_type_of(leaf) is None for leaf in others)
-
-
-_MOST_STRUCTURES = 64
-_requires_grad = attrgetter("requires_grad")
-_CARRIES_NOTHING = INERT | {torch.Tensor}
-
-
-def look_for_live_tensors(
-    blueprint: Blueprint,
-    groups: Sequence[Group],
-    where: Sequence[str],
-    collectors: Sequence[Collector],
-    *,
-    in_one_graph: bool,
-) -> CapturedTensors:
-    """Check that no replica's graph leads to a tensor of the live module; return those that it has captured.
-
-    Args:
-        collectors: those of the forward.
-        in_one_graph: as in `GraphSearch.captured_tensors`.
-
-    Raises:
-        RuntimeError: one does, and its gradient would be wrong. Names the tensor, and the cause.
-    """
-    if not groups:  # outputs without tensors
-        return CapturedTensors()
-    captured: dict[int, torch.Tensor] = {}
-    earlier: dict[Collector, torch.Tensor] = {}
-    has_reentrant_checkpoint = are_linked = has_batch_norm = False
-    histories = {tensor.grad_fn: tensor for tensor in blueprint.histories.values()}
-    of_replicas = zip(where, zip(*(group.tensors for group in groups), strict=True), strict=True)
-    for index, (place, outputs) in enumerate(of_replicas):
-        for reached in leaves_and_nodes([output for output in outputs if output is not None]):
-            if isinstance(reached, torch.Tensor) and id(reached) in blueprint.parameters:
-                if not any(reached is live for collector in collectors for live in collector.live):
-                    raise RuntimeError(
-                        f"{place}: forward has switched on the gradient of {blueprint.name_of(reached)}, which was off "
-                        "when forward began, so replicas collect none for it. Switch it on before the call "
-                        "(model.module.requires_grad_(True), or only that of this layer)."
-                    )
-                raise RuntimeError(
-                    f"{place} used {blueprint.name_of(reached)} of the original module instead of its own "
-                    "copy: something in the module refers to the original, and unisono cannot replace it. "
-                    "Examples are an object that stores the module or one of its methods, or a hook that "
-                    "uses a variable for its module. In forward, use self; in a hook, use its argument."
-                )
-            if isinstance(reached, torch.Tensor):
-                if reached.requires_grad:
-                    captured[id(reached)] = reached
-                continue
-            if is_bucket_node(reached):
-                are_linked |= reached.replica != index
-                if reached.collector not in collectors:
-                    earlier[reached.collector] = reached.token
-            has_reentrant_checkpoint |= is_reentrant_checkpoint(reached)
-            has_batch_norm |= torch_private.is_batch_norm_in_training(reached)
-            # In one graph, that of an earlier forward goes on; what leads to live parameters is not summed over ranks.
-            if reached in histories and (not in_one_graph or _leads_to_parameters(histories[reached], blueprint)):
-                raise RuntimeError(
-                    f"{place} used {blueprint.name_of(histories[reached])}, a tensor that was computed "
-                    "outside forward and requires grad. Pass it to the model as an input, compute it in "
-                    "forward, or detach() it."
-                )
-    found = has_reentrant_checkpoint, [*earlier.items()], are_linked, has_batch_norm
-    return CapturedTensors([*captured.values()], *found)
-
-
-def _leads_to_parameters(tensor: torch.Tensor, blueprint: Blueprint) -> bool:
-    """Return whether a tensor was computed from live parameters, not by way of a forward's buckets."""
-    reached = leaves_and_nodes([tensor])
-    return any(id(each) in blueprint.parameters for each in reached if isinstance(each, torch.Tensor))
-
-
-def ways_between(groups: Sequence[Group], *, in_parts: bool) -> Ways:
-    """Return which outputs lie on the way to others, in the graph of any replica."""
-    upstream: list[set[int]] = [set() for _ in groups]
-    for tensors in zip(*(group.tensors for group in groups), strict=True):
-        edges = {k: torch.autograd.graph.get_gradient_edge(t) for k, t in enumerate(tensors) if _needs_gradient(t)}
-        if len(edges) < 2:
-            continue
-        places: dict[tuple[Any, int], set[int]] = {}
-        for k, edge in edges.items():
-            for place in edge.node.next_functions if in_parts else [(edge.node, edge.output_nr)]:
-                places.setdefault(place, set()).add(k)
-        reached: dict[Any, set[int]] = {}  # the outputs behind each node
-        for k, edge in edges.items():
-            pending: list[Any] = [edge.node]
-            while pending:
-                following = () if is_bucket_node(pending[-1]) else pending[-1].next_functions
-                following = [place for place in following if place[0] is not None]
-                if missing := [node for node, _ in following if node not in reached]:
-                    pending += missing
-                else:
-                    behind = [places.get(place, set()) | reached[place[0]] for place in following]
-                    reached[pending.pop()] = set().union(*behind)
-            upstream[k] |= reached[edge.node] - {k}
-    on_way = sorted(set().union(*upstream))
-    levels = [0] * len(groups)
-    for _ in on_way:  # the longest way has no more outputs
-        levels = [max([levels[other] + 1 for other in behind], default=0) for behind in upstream]
-    looks = [] if in_parts else _looks_at_ways(upstream, on_way)
-    return Ways(levels, on_way, looks) if on_way else Ways(looks=looks)
-
-
-def _looks_at_ways(
-    upstream: Sequence[Collection[int]], on_way: Sequence[int]
-) -> list[tuple[Collection[int], Collection[int], Collection[int]]]:
-    """Return what `Ways.looks` are: one a target, in which each way is looked for as far as the next output."""
-    every = range(len(upstream))
-    ends = [k for k in every if k not in on_way]
-    looks: list[tuple[Collection[int], Collection[int], Collection[int]]] = []
-    for targets in [ends, *[[k] for k in on_way]]:
-        asked = [k for k in every if not all(n == k or k in upstream[n] for n in targets)]  # else all lead to it
-        asked = [k for k in asked if not any(n in upstream[other] for other in upstream[k] for n in targets)]
-        if asked:
-            looks.append((asked, targets, {k for k in asked if any(n in upstream[k] for n in targets)}))
-    return looks
-
-
-def are_ways(ways: Ways, groups: Sequence[Group]) -> bool:
-    """Return whether the ways between outputs are these, in the graph of any replica, as far as outputs are whole."""
-    linked = [[t for t in g.tensors if t is not None and t.requires_grad] for g in groups] if ways.looks else []
-    for asked, targets, wanted in ways.looks:
-        ends = [(k, t) for k in asked for t in linked[k]]
-        behind = [t for k in targets for t in linked[k]]
-        leading = lead_to([t for _, t in ends], behind) if ends and behind else ()
-        if {k for (k, _), leads in zip(ends, leading, strict=False) if leads} != wanted:
-            return False
-    return True
-
-
-def _needs_gradient(tensor: torch.Tensor | None) -> bool:
-    return tensor is not None and tensor.requires_grad
-
-
-def is_reentrant_checkpoint(node: Any) -> bool:
-    """Return whether a node of a graph runs a backward inside backward for an activation checkpoint.
-
-    The checkpoint may be in the replicas of a wrapper inside the module, behind the node of its boundary.
-    """
-    inner = getattr(node, "graphs", None)
-    if isinstance(inner, ReplicaGraphs):
-        return inner.captured.has_reentrant_checkpoint
-    return "CheckpointFunctionBackward" in node.name()
-
-
-def leaves_and_nodes(outputs: Sequence[torch.Tensor]) -> Iterator[Any]:
-    """Yield every leaf tensor and every node in the graph behind `outputs`, as far as the nodes of buckets."""
-    pending: list[Any] = []
-    for output in outputs:
-        if output.grad_fn is not None:
-            pending.append(output.grad_fn)
-        elif output.requires_grad:
-            yield output
-    seen = set(pending)
-    while pending:
-        node = pending.pop()
-        yield node
-        if is_bucket_node(node):
-            continue
-        if hasattr(node, "variable"):
-            yield node.variable
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                pending.append(following)

@@ -7,7 +7,7 @@ caller's thread. From these its graphs are made anew, and then the backward runs
 that takes no longer than one of them would, and their sums begin anew, too.
 
 The replica that ran out of memory then runs its shard in parts of half as many rows (parts.py). How many rows fit in
-each replica's memory, by its number, is remembered in `row_limits`, which belongs to the model's `Threads`. Each time
+each replica's memory, by its number, is remembered in `row_limits`, which belongs to the model's `Engine`. Each time
 it is logged why a step was run again, and what that took.
 
 Assumes that forward has no effects outside the module: they happen twice. The random numbers of `random` and `numpy`
@@ -25,8 +25,8 @@ import torch
 from torch import nn
 
 from unisono.autograd.replica_graph import ReplicaGraphs
-from unisono.engines.call import Call
 from unisono.engines.parts import NO_PARTS, why_no_parts
+from unisono.engines.step_plan import Call, StepPlan
 from unisono.primitives import pytree
 from unisono.primitives.blueprint import Blueprint
 from unisono.primitives.change_tracking import fill, restore
@@ -58,7 +58,7 @@ _IN_PARTS = (
 
 def run_rescued(
     row_limits: dict[int, int],
-    call: Call,
+    plan: StepPlan,
     module: nn.Module,
     run: Callable[[bool], T],
     why_not: Callable[[], str | None] = lambda: None,
@@ -81,7 +81,7 @@ def run_rescued(
         except Exception as error:
             if not _devices.is_out_of_memory(error):
                 raise
-            if reason := why_not() or _lower_limits(row_limits, call, module, error):
+            if reason := why_not() or _lower_limits(row_limits, plan, module, error):
                 add_note(error, reason)
                 raise
             failed_at = failed_at or time.perf_counter()
@@ -97,7 +97,7 @@ class Repeatable(NamedTuple):
 
     # As in `run_rescued`.
     row_limits: dict[int, int]
-    call: Call
+    plan: StepPlan
     module: nn.Module
     renew: Callable[[ReplicaGraphs], None]  # makes the graphs that it is given anew
     why_not: Callable[[], str | None]  # tells why they cannot be made anew, if that is so
@@ -110,7 +110,7 @@ class Repeatable(NamedTuple):
                 self.renew(graphs)
             return backward()
 
-        return run_rescued(self.row_limits, self.call, self.module, run, self.why_not)
+        return run_rescued(self.row_limits, self.plan, self.module, run, self.why_not)
 
     def of_gradients(self, graphs: ReplicaGraphs, make: Callable[[], ReplicaGraphs]) -> "Repeatable":
         """Return that of the graphs of the gradients of `graphs`, which `make` makes."""
@@ -149,7 +149,7 @@ class Replay:
         self._call = replace(call, arguments=call.arguments.copied())
         self._forward = forward
         self._thread = ThreadState.capture()
-        self._random = _devices.random_states(call.devices)
+        self._random = _devices.random_states(call.plan.devices)
         self._made = pytree.all_tensors(self._call.arguments.leaves)
         self._streams = current_streams_of([*self._made, *blueprint.buffers.values()])
         self._parameters = [*blueprint.parameters.values()]
@@ -163,7 +163,7 @@ class Replay:
 
     def repeatable(self) -> Repeatable:
         """Return what runs a backward of the forward's graphs again."""
-        return Repeatable(self._row_limits, self._call, self._module, self._renew, self._why_not)
+        return Repeatable(self._row_limits, self._call.plan, self._module, self._renew, self._why_not)
 
     def forward_has_run(self) -> None:
         """Take note of the parameters with which it ran."""
@@ -186,18 +186,18 @@ class Replay:
         self._graphs = graphs
         buffers = [*chain(*self._buffers.buffers)]
         wait_for_makers(self._streams, [*self._made, *chain(*self._buffers.before)])
-        random, values = _devices.random_states(self._call.devices), torch_private.clones(buffers)
+        random, values = _devices.random_states(self._call.plan.devices), torch_private.clones(buffers)
         flags, attributes = [*map(_requires_grad, self._parameters)], restore(self._dicts, self._attributes)
         try:
             _set_flags(self._parameters, self._flags)
-            _devices.set_random_states(self._random, self._call.devices)
+            _devices.set_random_states(self._random, self._call.plan.devices)
             self._buffers.restore()
             with self._thread.applied():
-                run_rescued(self._row_limits, self._call, self._module, lambda _: self._forward(self._call, self))
+                run_rescued(self._row_limits, self._call.plan, self._module, lambda _: self._forward(self._call, self))
         finally:
             self._graphs = None
             write_values(buffers, values)
-            _devices.set_random_states(random, self._call.devices)
+            _devices.set_random_states(random, self._call.plan.devices)
             _set_flags(self._parameters, flags)
             for target, items in attributes:
                 fill(target, items)
@@ -214,26 +214,26 @@ def _set_flags(parameters: Sequence[torch.Tensor], flags: Sequence[bool]) -> Non
             parameter.requires_grad_(flag)
 
 
-def _lower_limits(row_limits: dict[int, int], call: Call, module: nn.Module, error: Exception) -> str | None:
+def _lower_limits(row_limits: dict[int, int], plan: StepPlan, module: nn.Module, error: Exception) -> str | None:
     """Halve the rows of the replica that raised an error, or of all if that is not known; return why not, if so."""
     notes = "\n".join(notes_of(error))
-    where = call.where()
+    where = plan.names
     failed = [i for i, place in enumerate(where) if place in notes] or range(len(where))
-    if reason := why_no_parts(call, module):
+    if reason := why_no_parts(plan, module):
         return NO_PARTS.format(where=" and ".join(where[i] for i in failed), reason=reason)
     limits = [
-        min(-(-rows // call.parts), row_limits.get(number, rows))
-        for number, rows in zip(call.replica_numbers, call.sizes, strict=True)
+        min(-(-rows // plan.parts), row_limits.get(number, rows))
+        for number, rows in zip(plan.replica_numbers, plan.sizes, strict=True)
     ]
     lowered = {i for i in failed if limits[i] > 1}
     for i in set(failed) - lowered:
         # What a single row lacks, another replica on its device may have: not the greediest one fails.
-        others = {j for j, limit in enumerate(limits) if limit > 1 and call.devices[j] == call.devices[i]}
+        others = {j for j, limit in enumerate(limits) if limit > 1 and plan.devices[j] == plan.devices[i]}
         if not others:
-            row_limits.pop(call.replica_numbers[i], None)  # parts did not help
+            row_limits.pop(plan.replica_numbers[i], None)  # parts did not help
             return NO_PARTS.format(where=where[i], reason="a single row needs more memory than the device has.")
         lowered |= others
     for i in sorted(lowered):
-        row_limits[call.replica_numbers[i]] = limits[i] // 2
-        log.warning(_IN_PARTS if i in failed else _OTHER_IN_PARTS, where[i], call.sizes[i], limits[i] // 2)
+        row_limits[plan.replica_numbers[i]] = limits[i] // 2
+        log.warning(_IN_PARTS if i in failed else _OTHER_IN_PARTS, where[i], plan.sizes[i], limits[i] // 2)
     return None

@@ -131,7 +131,7 @@ class Callee:
         Raises:
             ValueError: it has none, or different ones.
         """
-        rows = Arguments(args, kwargs, self.rules.dim, self.in_dims, self.function).rows
+        rows = Arguments(args, kwargs, self.rules.dim).find_rows(self.in_dims, self.function).rows
         if rows is None:
             raise ValueError(
                 "cannot count the rows (samples) of a batch without tensors, but evaluate weights batches by "

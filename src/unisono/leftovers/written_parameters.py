@@ -3,9 +3,8 @@
 On one device that happens once a step. So it has to happen once here: where each replica has memory of its own and all
 write the same values, those of the first replica become the live parameter's. Other values are an error: each replica
 has computed them from its own rows. Replicas that share memory would write several times, and read what others write.
-If the first step of a structure does so, the values from before are put back, and the step runs again, with memory of
-its own for each replica (`Threads.run`). In a later step it is an error, and the next step has that memory. A first
-step that is refused leaves the live parameters as they were.
+So in the first step of a structure each has memory of its own (`ReplicaPool.take`), and in later ones if it has written
+then. Where a later step begins to write, that is an error, and the next step has such memory.
 
 torch's version counters say after forward that it has written: a replica in the module's memory shares the counters of
 the live parameters, and a copy has counters of its own. No counter sees a write through `.data`, through numpy, or into
@@ -30,7 +29,6 @@ from torch import nn
 from unisono.runtime import devices as _devices
 from unisono.runtime.buckets import is_plain
 from unisono.runtime.rng import shortened_rows
-from unisono.runtime.thread_pool import inside_replica
 
 _version, _node = attrgetter("_version"), attrgetter("grad_fn")
 _WRITTEN = (
@@ -45,13 +43,11 @@ _LATE = (
 )
 _DIFFER = "with other values in each replica: they are computed from its rows, or drawn"
 _RECORDED = "and autograd has recorded that: write under torch.no_grad()"
-_MOST_BYTES = 1 << 30  # of parameters of which the first step of a structure keeps the values
 _ROUNDINGS, _FINE = 16, 1e-6
 
 NameOf: TypeAlias = Callable[[torch.Tensor], str]
 Note: TypeAlias = Callable[[Sequence[torch.Tensor]], object]
 Copy: TypeAlias = tuple[torch.Tensor, torch.Tensor]  # a live parameter, and a replica's in memory of its own
-Before: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # a live parameter, its memory, and its values
 
 
 def in_each(num_replicas: int) -> str:
@@ -205,14 +201,6 @@ class WrittenParameters:
         if names := dict.fromkeys(map(self._name_of, written)):
             raise RuntimeError(_WRITTEN.format(names=", ".join(names), times=times or self._times))
 
-    def values_before(self) -> list[Before]:
-        """Return what live parameters hold, if a refusal may have to put it back and it is not too much to keep."""
-        live = [tensor for tensor in self._live if is_plain(tensor)]
-        has_several = self.num_here > 1 or (self.num_here and self._copies)
-        if not has_several or sum([tensor.nbytes for tensor in live]) > _MOST_BYTES:
-            return []
-        return [(tensor, tensor.data, tensor.detach().clone()) for tensor in live]
-
     def _num_shortened(self, tensor: torch.Tensor) -> int:
         address = _address(tensor)
         return shortened_rows.get(address, 0) - self._shortened.get(address, 0)
@@ -240,13 +228,10 @@ class LookAtParameters:
     ) -> None:
         self._written, self._note, self._known = written, note, known
         self._with_values, self._may_differ = with_values, may_differ
-        self._before: list[Before] = []
 
     def begin(self) -> None:
         """Take what there is: forward begins."""
         self._written.begin(with_values=self._with_values)
-        if self._with_values and self._known is not None:
-            self._before = self._written.values_before()
 
     def end(self, _: Sequence[Any] = (), /) -> None:
         """Give the live parameters what forward has written.
@@ -263,32 +248,9 @@ class LookAtParameters:
             written.raise_if_any(found)
         elif known or found:
             known |= written.numbers_of(found)  # then each replica has memory of its own in the next step
-            try:
-                noted += written.merge(known, may_differ=self._may_differ)
-            except RuntimeError:
-                if written.num_here == 1 and not inside_replica():  # there the outer step looks at what has changed
-                    self._undo()
-                raise
+            noted += written.merge(known, may_differ=self._may_differ)
         if noted and self._note is not None:
             self._note(noted)
-        self._before = []
-
-    def put_back(self) -> bool:
-        """Undo what a forward has written that has failed; return whether that was where replicas share memory."""
-        return self._written.num_here > 1 and self._undo()
-
-    def _undo(self) -> bool:
-        before, self._before = self._before, []
-        if not before or self._known is None:
-            return False
-        counted, _ = self._written.counted()
-        numbers = self._written.numbers_of(counted + self._written.changed(with_memory=True))
-        self._known |= numbers
-        for live, memory, values in before if numbers else ():
-            if live.data_ptr() != memory.data_ptr():
-                live.data = memory
-            live.data.copy_(values)
-        return bool(numbers)
 
 
 def _address(tensor: torch.Tensor) -> int:

@@ -17,7 +17,7 @@ import gc
 import threading
 import types
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import chain, islice
 from operator import attrgetter, setitem
@@ -106,7 +106,7 @@ class Blueprint:
         replays_cuda_graphs: whether such a function replays CUDA graphs.
         assigned: what forwards have left on modules alike in all replicas, by number of the module and name: the last
             value, and how many there were before; `num_assigned` in all. `lost`: of what is not alike.
-        kinds_past: the kinds of calls whose first steps are past.
+        plans: of steps, by their kinds, for as long as the structure is this one (engines/step_plan.py).
 
     Raises:
         ValueError: a lazy module that has not had its first input yet; names the remedy.
@@ -128,7 +128,7 @@ class Blueprint:
         self.assigned: dict[tuple[int, str], tuple[int, Any]] = {}
         self.num_assigned = 0
         self.lost: set[tuple[int, str]] = set()
-        self.kinds_past: set[Any] = set()
+        self.plans: dict[Hashable, Any] = {}
         self._modes_assigned: set[tuple[int, str]] = set()
         self.compiled = self.replays_cuda_graphs = False
         self._to_search: list[tuple[dict[str, Any], str]] = []  # attributes that may refer to live objects later
@@ -273,7 +273,7 @@ class Blueprint:
         if is_mode and key not in self._modes_assigned:
             self._modes_assigned.add(key)
             self.__dict__.pop("signature", None)
-            self.kinds_past.clear()
+            self.plans.clear()
 
     @cached_property
     def signature(self) -> tuple[Any, ...]:

@@ -3,9 +3,9 @@
 import copy
 import io
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from itertools import cycle, islice
-from typing import Any, TypeAlias
+from typing import Any, Self, TypeAlias
 
 import torch
 
@@ -54,7 +54,7 @@ Flags: TypeAlias = tuple[tuple[Any, ...], tuple[str, ...]]  # of all leaves; and
 
 
 class Arguments:
-    """The inputs of one call, leaf by leaf, and where each holds its rows.
+    """The inputs of one call, leaf by leaf; where each holds its rows, once they are found (`find_rows`), or known.
 
     Attributes:
         rows: how many rows the call has; None if nothing has rows (no tensors, 0-dim ones, or ones that are not split).
@@ -62,21 +62,12 @@ class Arguments:
         leaves: every leaf of the inputs, positional ones first.
         is_flat: whether each input is a leaf of a usual kind.
         flags: what can lead a forward another way: leaves that are bools, strings or None, and the others' types.
-
-    Raises:
-        ValueError: tensors with different numbers of rows, or one without its axis; names each.
-        TypeError: a tensor that torch cannot split: nested, CSR, mkldnn, or without data (meta).
     """
 
-    def __init__(
-        self,
-        inputs: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        dim: int,
-        in_dims: Any = ...,
-        function: Callable[..., Any] | None = None,
-        axes: Sequence[int | None] | None = None,
-    ) -> None:
+    rows: int | None
+    axes: Sequence[int | None]
+
+    def __init__(self, inputs: tuple[Any, ...], kwargs: dict[str, Any], dim: int) -> None:
         self._inputs, self._kwargs, self._dim = inputs, kwargs, dim
         self.is_flat = pytree.is_flat(inputs) and (not kwargs or pytree.is_flat(kwargs))
         self._specs: tuple[pytree.Spec, pytree.Spec] | None = None
@@ -87,12 +78,46 @@ class Arguments:
             self.leaves = self._flatten()
             self._batch_types = [*map(batch_type_of, self.leaves)]
         self.flags: Flags = tuple([each if type(each) in MODES else type(each) for each in self.leaves]), (*kwargs,)
+
+    def kind(self, *, on_any_axis: bool) -> Hashable | None:
+        """Return what is equal for calls of one structure, with the same flags and rows; None: it is not known.
+
+        Args:
+            on_any_axis: whether rows may be on another axis than `dim`.
+        """
+        if not self.is_flat and [each for each in self._batch_types if each is not None]:
+            return None  # how many rows these have, their classes know
+        sizes = slice(None) if on_any_axis else slice(self._dim, self._dim + 1 or None)
+        tensors = [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
+        if [tensor for tensor in tensors if tensor.is_nested]:
+            return None
+        forms = [(t.ndim, t.shape[sizes], t.requires_grad, t.layout, t.device) for t in tensors]
+        tree = len(self._inputs) if self.is_flat else tuple([spec.kind() for spec in self._structure()])
+        return tree, self.flags, (*forms,)
+
+    def find_rows(
+        self,
+        in_dims: Any = ...,
+        function: Callable[..., Any] | None = None,
+        axes: Sequence[int | None] | None = None,
+    ) -> Self:
+        """Find the rows of each leaf; return these arguments.
+
+        Args:
+            in_dims: as the wrapper has it.
+            function: what is called, for the names in `in_dims`.
+            axes: of each leaf, where they are known.
+
+        Raises:
+            ValueError: tensors with different numbers of rows, or one without its axis; names each.
+            TypeError: a tensor that torch cannot split: nested, CSR, mkldnn, or without data (meta).
+        """
         if axes is not None:
-            self.axes = [*axes]
+            self.axes = axes
         elif in_dims is ... and self.is_flat:
-            self.axes = [dim] * len(self.leaves)
+            self.axes = [self._dim] * len(self.leaves)
         else:
-            self.axes = spread_inputs(in_dims, *self._structure(), dim, function)
+            self.axes = spread_inputs(in_dims, *self._structure(), self._dim, function)
         counts: dict[int, int] = {}  # by number, the rows of each leaf that has some
         for number, (leaf, axis, batch_type) in enumerate(zip(self.leaves, self.axes, self._batch_types, strict=True)):
             if isinstance(leaf, torch.Tensor):
@@ -114,8 +139,28 @@ class Arguments:
                     counts[number] = rows
         distinct = {*counts.values()}
         if len(distinct) > 1:
-            raise self._different_rows(counts, dim)
+            raise self._different_rows(counts, self._dim)
         self.rows = distinct.pop() if distinct else None
+        return self
+
+    def check_whole(self, num_shards: int, warnings: ModelWarnings | None, *, in_parts: bool = False) -> None:
+        """Look at what goes whole to each of several replicas, or to each part of a replica's rows.
+
+        Args:
+            warnings: the model's, which is told of what may have an entry a row; None: nothing is said.
+            in_parts: whether a replica runs its rows in parts.
+
+        Raises:
+            TypeError: an iterator, of which each would take some items.
+        """
+        if self.is_flat:
+            return
+        for number, leaf in enumerate(self.leaves if num_shards > 1 else ()):
+            if isinstance(leaf, Iterator) and not isinstance(leaf, io.IOBase):
+                raise TypeError(_ITERATOR.format(path=self.paths()[number]))
+        if warnings is not None and self.rows is not None and (num_shards > 1 or in_parts):
+            for path, numbers in self.whole_with_rows():
+                warnings.give(_WHOLE.format(path=path, in_dims=self.in_dims_with_whole(numbers)))
 
     def _flatten(self) -> list[Any]:
         """Take the structures of the inputs; return their leaves."""
@@ -190,25 +235,14 @@ class Arguments:
         of_inputs, of_kwargs = self._structure()
         return [*split_lists(of_inputs, "inputs", fewest), *split_lists(of_kwargs, "kwargs", fewest)]
 
-    def split(
-        self, sizes: Sequence[int], place: Place, warnings: ModelWarnings | None = None, *, in_parts: bool = False
-    ) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+    def split(self, sizes: Sequence[int], place: Place) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
         """Return each replica's positional and keyword inputs: `sizes[i]` rows for replica i; other values unchanged.
 
         Args:
             sizes: one a replica that has a share.
             place: makes each replica's part from a tensor and its placement.
-            warnings: the model's; None: nothing is said.
-            in_parts: whether a replica runs its rows in parts.
         """
         sizes = tuple(sizes)
-        if not self.is_flat and len(sizes) > 1:
-            for number, leaf in enumerate(self.leaves):
-                if isinstance(leaf, Iterator) and not isinstance(leaf, io.IOBase):
-                    raise TypeError(_ITERATOR.format(path=self.paths()[number]))
-        if warnings is not None and not self.is_flat and self.rows is not None and (len(sizes) > 1 or in_parts):
-            for path, numbers in self.whole_with_rows():
-                warnings.give(_WHOLE.format(path=path, in_dims=self.in_dims_with_whole(numbers)))
         split = [
             _parts(leaf, axis, batch_type, sizes, place)
             for leaf, axis, batch_type in zip(self.leaves, self.axes, self._batch_types, strict=True)
@@ -472,8 +506,9 @@ def scattered(
     They are copies even where the device is the same, so that a module that writes into its input writes into its own.
 
     Args:
-        warnings: as in `Arguments.split`.
+        warnings: as in `Arguments.check_whole`.
     """
+    arguments.check_whole(len(sizes), warnings)
 
     def place(tensor: torch.Tensor, placement: Placement) -> list[Any]:
         parts = [placement.part(tensor, i) for i in range(len(devices))]
@@ -481,4 +516,4 @@ def scattered(
         carry_attributes(tensor, placed)
         return placed
 
-    return arguments.split(sizes, place, warnings)
+    return arguments.split(sizes, place)

@@ -10,7 +10,7 @@ something inside it changed: a container without changes stays the object it was
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,6 +72,13 @@ class Spec:
         for key, spec in zip(self.keys or (), self.specs, strict=True):
             yield from spec.parts(path + step(self.value, key), start)
             start += spec.num_leaves()
+
+    def kind(self) -> Hashable:
+        """Return what is equal for values of the same structure: types and keys, without the leaves."""
+        if self.keys is None:
+            return None
+        kind: type[Any] = type(self.value)
+        return kind.__module__, kind, self.keys, tuple([spec.kind() for spec in self.specs])
 
     def num_leaves(self) -> int:
         return 1 if self.keys is None else sum([spec.num_leaves() for spec in self.specs])

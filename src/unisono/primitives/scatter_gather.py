@@ -64,7 +64,7 @@ def _scatter_call(
     devices = _devices.resolve_each(target_gpus, "target_gpus")
     if not devices:
         raise ValueError("no devices to scatter to: expected at least one")
-    arguments = Arguments(inputs, kwargs, dim, dim)
+    arguments = Arguments(inputs, kwargs, dim).find_rows(dim)
     if arguments.rows is None:  # nothing to split: every device gets the same
         return scattered(arguments, devices, [0] * len(devices), of_process)
     sizes = [size for size in split_rows(arguments.rows, len(devices)) if size] or [0]

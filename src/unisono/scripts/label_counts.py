@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from unisono.engines.call import Call
+from unisono.engines.step_plan import StepPlan
 from unisono.primitives.batch_types import register_batch_type
 
 _COUNT = "num_items_in_batch"
@@ -56,10 +56,11 @@ class LabelWeights:
             return kwargs
         return {**kwargs, _COUNT: LabelCount(kwargs[_COUNT], self._of_rows)}
 
-    def weighed(self, call: Call) -> Call:
+    def weighed(self, plan: StepPlan) -> StepPlan:
         """Return the plan of that forward, in which the losses have their weights."""
-        amounts = None if self._of_rows is None else _of_replicas(self._of_rows, call.sizes)
-        return replace(call, rules=replace(call.rules, scalars="mean", amounts=amounts))
+        amounts = None if self._of_rows is None else _of_replicas(self._of_rows, plan.sizes)
+        rules = replace(plan.rules, scalars="mean", amounts=amounts)
+        return replace(plan, rules=rules, part_rules=rules)
 
 
 def _labels_of_rows(kwargs: dict[str, Any], shifted: bool) -> list[int] | None:

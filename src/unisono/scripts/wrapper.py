@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from unisono.data_parallel import DataParallel as OwnDataParallel
-from unisono.engines.call import Call
+from unisono.engines.step_plan import StepPlan
 from unisono.runtime import devices as _devices
 from unisono.runtime.devices import DeviceLike
 from unisono.runtime.tracebacks import without_own_frames
@@ -141,11 +141,10 @@ class DataParallel(OwnDataParallel, metaclass=_NamedAsTorchs):
             kwargs = self.label_weights.inputs(kwargs)
         if now is None:
             return super().forward(*inputs, **kwargs)
-        return now.activity.measure(super().forward, inputs, kwargs, self.dim, self._threads.timings)
+        return now.activity.measure(super().forward, inputs, kwargs, self.dim, lambda: self._step_memory.timings)
 
-    def _plan(self, *args: Any, **kwargs: Any) -> Call:
-        call = super()._plan(*args, **kwargs)
-        return call if self.label_weights is None else self.label_weights.weighed(call)
+    def _weighed(self, plan: StepPlan) -> StepPlan:
+        return plan if self.label_weights is None else self.label_weights.weighed(plan)
 
     def __getstate__(self) -> dict[str, Any]:
         state = {name: value for name, value in self.__dict__.items() if name not in self._own_names}

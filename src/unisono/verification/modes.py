@@ -414,7 +414,7 @@ def _wrongly_split(one: RecordedStep, tolerance: Tolerance, steps: Steps) -> tup
 
 def _arguments(wrapped: DataParallel, example: Example) -> Arguments:
     inputs, kwargs = example.fresh_inputs()
-    return Arguments(inputs, kwargs, wrapped.dim, wrapped.in_dims, wrapped.module.forward)
+    return Arguments(inputs, kwargs, wrapped.dim).find_rows(wrapped.in_dims, wrapped.module.forward)
 
 
 def _with_samples(example: Example) -> Iterator[tuple[str, str, Example]]:

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from unisono.autograd.graph_search import leaves_and_nodes
 from unisono.data_parallel import DataParallel
-from unisono.engines.replica import leaves_and_nodes
 from unisono.leftovers.generators import generators_of
 from unisono.leftovers.report import Kind as Left
 from unisono.primitives import pytree
@@ -160,13 +160,13 @@ def take_step(
         least: the floating type to compute in, where the model's own is narrower.
         record: the calls of submodules, too.
         backward: compute gradients, too.
-        written: what is known of the parameters that forward writes (see `Threads`): it may find that out by running
+        written: what is known of the parameters that forward writes (see `StepMemory`): it may find that out by running
             twice, and the recorded step runs once.
     """
     original: nn.Module = model if like is None else model.module  # type: ignore[assignment]
     given, model = model, copied(model)
     if isinstance(model, DataParallel):
-        model._threads.written.update(written)
+        model._step_memory.written.update(written)
     module: nn.Module = model if like is None else model.module  # type: ignore[assignment]
     run = model if like is None or example.forward is None else functools.partial(example.forward, model)
     run = run if example.step is None else functools.partial(example.step, run)
@@ -181,7 +181,7 @@ def take_step(
         with DrawsOff(least), contextlib.suppress(Exception):  # without warnings; what it raises, the step raises too
             run(*args, **kwargs)
         if isinstance(model, DataParallel):
-            model._threads.first_steps.leftovers.found[Left.SHARED].clear()
+            model._step_memory.first_steps.leftovers.found[Left.SHARED].clear()
     args, kwargs = example.fresh_inputs(least)
     leaves = [tensor for _, tensor in (*tensors_in(args), *tensors_in(kwargs))] + [*module.parameters()]
     with_gradient = [path for path, tensor in (*tensors_in(args), *tensors_in(kwargs)) if tensor.requires_grad]
@@ -207,9 +207,10 @@ def take_step(
             raise
     if example.step is not None and record and not step.recorder.has_seen_calls():
         raise ValueError("step: it did not call the model that it is given; write step(model, *inputs), and call that")
-    if isinstance(model, DataParallel) and not model._threads.written <= {*written}:
+    if isinstance(model, DataParallel) and not model._step_memory.written <= {*written}:
         same: dict[str, Any] = {"nudge": nudge, "repeated": repeated, "least": least, "record": record}
-        return take_step(given, example, random, mode, like, backward=backward, written=model._threads.written, **same)
+        same["written"] = model._step_memory.written
+        return take_step(given, example, random, mode, like, backward=backward, **same)
     if isinstance(model, DataParallel):
         step.rows = [timing.rows for timing in model.replica_timings]
     kept = [name for name, each in attributes_in(module).items() if each is attributes.get(name)]
@@ -232,7 +233,7 @@ def take_step(
         step.output = pytree.unflatten(spec, values, rebuild_all=True)  # a list may be one to which forward appends
     step.switched_off, step.asked, step.drawn_from = [*off.operations], off.asked, before.moved()
     if isinstance(model, DataParallel):  # after backward, which hooks may see
-        step.left = {kind: [*names] for kind, names in model._threads.first_steps.leftovers.found.items()}
+        step.left = {kind: [*names] for kind, names in model._step_memory.first_steps.leftovers.found.items()}
     step.attributes, step.contents = numbers_in(module), contents_in(module)
     step.parameters = {name: plain(parameter) for name, parameter in module.named_parameters()}
     before_step = {name: plain(parameter) for name, parameter in original.named_parameters()}

@@ -1,0 +1,250 @@
+"""What do the replicas' graphs lead to beside their own tensors, and which outputs lie on the way to others?
+
+A live tensor of the module that a replica reaches is an error: its gradient would be wrong. A graph is searched once a
+structure.
+"""
+
+from collections.abc import Collection, Hashable, Iterator, Sequence
+from operator import attrgetter
+from typing import Any
+
+import torch
+
+from unisono.autograd.bucket import Collector, is_bucket_node, lead_to, lead_to_others
+from unisono.autograd.replica_graph import CapturedTensors, ReplicaGraphs, Ways
+from unisono.primitives.blueprint import Blueprint
+from unisono.primitives.outputs import Group
+from unisono.runtime import torch_private
+
+
+class GraphSearch:
+    """Searches the graphs of replicas with `look_for_live_tensors`, once per structure if nothing is found there.
+
+    A structure is that of the module and of the inputs, and what a global or a buffer may decide: how many nodes
+    forward has made, and whether a checkpoint has begun. Whether graphs go on into those of earlier forwards depends on
+    what forward finds where it keeps tensors, and whether outputs lead to others may depend on a buffer: both are
+    looked for each time, by torch.
+    """
+
+    def __init__(self) -> None:
+        # Structures in whose graphs no captured tensor was found; what else was.
+        self._self_contained: dict[Hashable, CapturedTensors] = {}
+
+    def captured_tensors(
+        self,
+        blueprint: Blueprint,
+        groups: Sequence[Group],
+        names: Sequence[str],
+        collectors: Sequence[Collector],
+        *,
+        structure: Hashable,
+        may_differ: bool,
+        numbers_of_linked: tuple[int, ...],
+        in_parts: bool,
+        in_one_graph: bool,
+        num_nodes: tuple[int, ...],
+        has_hooks: bool,
+        has_reentrant_checkpoint: bool,
+    ) -> CapturedTensors:
+        """Return the leaves in the graphs behind `groups` that belong neither to the module nor to a replica.
+
+        The next forward of a structure `may_differ` where the inputs carry objects. In replicas `in_parts` outputs are
+        joined of parts.
+        `numbers_of_linked` are those of `Inputs`. `in_one_graph` with the caller's, graphs may go on into those of
+        earlier forwards, and outputs may lead to others: that is torch's matter.
+
+        Args:
+            num_nodes: that each replica has made.
+            has_hooks, has_reentrant_checkpoint: whether saved-tensor hooks, which a checkpoint has, or a reentrant
+                checkpoint have begun in forward, or in one that runs at the same time.
+        """
+        ends = [tensor for group in groups for tensor in group.tensors if tensor is not None]
+        flags = (*map(_requires_grad, ends),)
+        seen = num_nodes, has_hooks, has_reentrant_checkpoint, in_one_graph
+        kind = len(groups), in_parts, numbers_of_linked, flags, seen, structure
+        found = None if may_differ else self._self_contained.get(kind)
+        if found is not None and (
+            in_one_graph or (are_ways(found.ways, groups) and not lead_to_others(ends, collectors))
+        ):
+            return found
+        captured = look_for_live_tensors(blueprint, groups, names, collectors, in_one_graph=in_one_graph)
+        has_reentrant_checkpoint |= captured.has_reentrant_checkpoint
+        captured = captured._replace(
+            has_reentrant_checkpoint=has_reentrant_checkpoint,
+            has_checkpoint=has_reentrant_checkpoint or has_hooks,
+            ways=Ways() if in_one_graph else ways_between(groups, in_parts=in_parts),
+        )
+        if in_one_graph or not (captured.tensors or captured.earlier or may_differ):
+            if len(self._self_contained) >= _MOST_STRUCTURES:
+                self.clear()
+            self._self_contained[kind] = captured
+        return captured
+
+    def clear(self) -> None:
+        """Search again."""
+        self._self_contained.clear()
+
+
+_MOST_STRUCTURES = 64
+_requires_grad = attrgetter("requires_grad")
+
+
+def look_for_live_tensors(
+    blueprint: Blueprint,
+    groups: Sequence[Group],
+    names: Sequence[str],
+    collectors: Sequence[Collector],
+    *,
+    in_one_graph: bool,
+) -> CapturedTensors:
+    """Check that no replica's graph leads to a tensor of the live module; return those that it has captured.
+
+    Args:
+        collectors: those of the forward.
+        in_one_graph: as in `GraphSearch.captured_tensors`.
+
+    Raises:
+        RuntimeError: one does, and its gradient would be wrong. Names the tensor, and the cause.
+    """
+    if not groups:  # outputs without tensors
+        return CapturedTensors()
+    captured: dict[int, torch.Tensor] = {}
+    earlier: dict[Collector, torch.Tensor] = {}
+    has_reentrant_checkpoint = are_linked = has_batch_norm = False
+    histories = {tensor.grad_fn: tensor for tensor in blueprint.histories.values()}
+    of_replicas = zip(names, zip(*(group.tensors for group in groups), strict=True), strict=True)
+    for index, (place, outputs) in enumerate(of_replicas):
+        for reached in leaves_and_nodes([output for output in outputs if output is not None]):
+            if isinstance(reached, torch.Tensor) and id(reached) in blueprint.parameters:
+                if not any(reached is live for collector in collectors for live in collector.live):
+                    raise RuntimeError(
+                        f"{place}: forward has switched on the gradient of {blueprint.name_of(reached)}, which was off "
+                        "when forward began, so replicas collect none for it. Switch it on before the call "
+                        "(model.module.requires_grad_(True), or only that of this layer)."
+                    )
+                raise RuntimeError(
+                    f"{place} used {blueprint.name_of(reached)} of the original module instead of its own "
+                    "copy: something in the module refers to the original, and unisono cannot replace it. "
+                    "Examples are an object that stores the module or one of its methods, or a hook that "
+                    "uses a variable for its module. In forward, use self; in a hook, use its argument."
+                )
+            if isinstance(reached, torch.Tensor):
+                if reached.requires_grad:
+                    captured[id(reached)] = reached
+                continue
+            if is_bucket_node(reached):
+                are_linked |= reached.replica != index
+                if reached.collector not in collectors:
+                    earlier[reached.collector] = reached.token
+            has_reentrant_checkpoint |= is_reentrant_checkpoint(reached)
+            has_batch_norm |= torch_private.is_batch_norm_in_training(reached)
+            # In one graph, that of an earlier forward goes on; what leads to live parameters is not summed over ranks.
+            if reached in histories and (not in_one_graph or _leads_to_parameters(histories[reached], blueprint)):
+                raise RuntimeError(
+                    f"{place} used {blueprint.name_of(histories[reached])}, a tensor that was computed "
+                    "outside forward and requires grad. Pass it to the model as an input, compute it in "
+                    "forward, or detach() it."
+                )
+    found = has_reentrant_checkpoint, [*earlier.items()], are_linked, has_batch_norm
+    return CapturedTensors([*captured.values()], *found)
+
+
+def _leads_to_parameters(tensor: torch.Tensor, blueprint: Blueprint) -> bool:
+    """Return whether a tensor was computed from live parameters, not by way of a forward's buckets."""
+    reached = leaves_and_nodes([tensor])
+    return any(id(each) in blueprint.parameters for each in reached if isinstance(each, torch.Tensor))
+
+
+def ways_between(groups: Sequence[Group], *, in_parts: bool) -> Ways:
+    """Return which outputs lie on the way to others, in the graph of any replica."""
+    upstream: list[set[int]] = [set() for _ in groups]
+    for tensors in zip(*(group.tensors for group in groups), strict=True):
+        edges = {k: torch.autograd.graph.get_gradient_edge(t) for k, t in enumerate(tensors) if _needs_gradient(t)}
+        if len(edges) < 2:
+            continue
+        places: dict[tuple[Any, int], set[int]] = {}
+        for k, edge in edges.items():
+            for place in edge.node.next_functions if in_parts else [(edge.node, edge.output_nr)]:
+                places.setdefault(place, set()).add(k)
+        reached: dict[Any, set[int]] = {}  # the outputs behind each node
+        for k, edge in edges.items():
+            pending: list[Any] = [edge.node]
+            while pending:
+                following = () if is_bucket_node(pending[-1]) else pending[-1].next_functions
+                following = [place for place in following if place[0] is not None]
+                if missing := [node for node, _ in following if node not in reached]:
+                    pending += missing
+                else:
+                    behind = [places.get(place, set()) | reached[place[0]] for place in following]
+                    reached[pending.pop()] = set().union(*behind)
+            upstream[k] |= reached[edge.node] - {k}
+    on_way = sorted(set().union(*upstream))
+    levels = [0] * len(groups)
+    for _ in on_way:  # the longest way has no more outputs
+        levels = [max([levels[other] + 1 for other in behind], default=0) for behind in upstream]
+    looks = [] if in_parts else _looks_at_ways(upstream, on_way)
+    return Ways(levels, on_way, looks) if on_way else Ways(looks=looks)
+
+
+def _looks_at_ways(
+    upstream: Sequence[Collection[int]], on_way: Sequence[int]
+) -> list[tuple[Collection[int], Collection[int], Collection[int]]]:
+    """Return what `Ways.looks` are: one a target, in which each way is looked for as far as the next output."""
+    every = range(len(upstream))
+    ends = [k for k in every if k not in on_way]
+    looks: list[tuple[Collection[int], Collection[int], Collection[int]]] = []
+    for targets in [ends, *[[k] for k in on_way]]:
+        asked = [k for k in every if not all(n == k or k in upstream[n] for n in targets)]  # else all lead to it
+        asked = [k for k in asked if not any(n in upstream[other] for other in upstream[k] for n in targets)]
+        if asked:
+            looks.append((asked, targets, {k for k in asked if any(n in upstream[k] for n in targets)}))
+    return looks
+
+
+def are_ways(ways: Ways, groups: Sequence[Group]) -> bool:
+    """Return whether the ways between outputs are these, in the graph of any replica, as far as outputs are whole."""
+    linked = [[t for t in g.tensors if t is not None and t.requires_grad] for g in groups] if ways.looks else []
+    for asked, targets, wanted in ways.looks:
+        ends = [(k, t) for k in asked for t in linked[k]]
+        behind = [t for k in targets for t in linked[k]]
+        leading = lead_to([t for _, t in ends], behind) if ends and behind else ()
+        if {k for (k, _), leads in zip(ends, leading, strict=False) if leads} != wanted:
+            return False
+    return True
+
+
+def _needs_gradient(tensor: torch.Tensor | None) -> bool:
+    return tensor is not None and tensor.requires_grad
+
+
+def is_reentrant_checkpoint(node: Any) -> bool:
+    """Return whether a node of a graph runs a backward inside backward for an activation checkpoint.
+
+    The checkpoint may be in the replicas of a wrapper inside the module, behind the node of its boundary.
+    """
+    inner = getattr(node, "graphs", None)
+    if isinstance(inner, ReplicaGraphs):
+        return inner.captured.has_reentrant_checkpoint
+    return "CheckpointFunctionBackward" in node.name()
+
+
+def leaves_and_nodes(outputs: Sequence[torch.Tensor]) -> Iterator[Any]:
+    """Yield every leaf tensor and every node in the graph behind `outputs`, as far as the nodes of buckets."""
+    pending: list[Any] = []
+    for output in outputs:
+        if output.grad_fn is not None:
+            pending.append(output.grad_fn)
+        elif output.requires_grad:
+            yield output
+    seen = set(pending)
+    while pending:
+        node = pending.pop()
+        yield node
+        if is_bucket_node(node):
+            continue
+        if hasattr(node, "variable"):
+            yield node.variable
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                pending.append(following)
