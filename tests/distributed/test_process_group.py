@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -25,7 +26,8 @@ import unisono
 from helpers.modules import Calls
 from helpers.programs import run_scripts, until
 from helpers.ranks import Ended, end_ranks, free_port, run_ranks
-from unisono.distributed import environment, process_group
+from unisono.distributed import environment, failures, process_group, waiting
+from unisono.distributed.failures import Failures
 from unisono.distributed.process_group import Communicator, RankDevice, communicator_for
 
 ROWS = torch.ones(3, 4)
@@ -197,7 +199,7 @@ def test_ranks_that_wait_at_different_places(function, timeout_s, expected):
 def receives_slowly(rank: int, received: Path) -> None:
     """Have rank 0 go on to a barrier while rank 1 still waits for what rank 0 has sent, as in a broadcast."""
     communicator = communicator_for()
-    get, looks = communicator.failure_store.get, []
+    get, looks = communicator.failures.store.get, []
 
     def look(key: str) -> str:
         text = get(key)
@@ -207,9 +209,9 @@ def receives_slowly(rank: int, received: Path) -> None:
                 received.touch()
         return text
 
-    communicator.failure_store.get = look
+    communicator.failures.store.get = look
     if rank == 1:
-        communicator._wait_until(received.exists, "receiving buffers")
+        communicator.waits.until(received.exists, "receiving buffers")
     communicator.barrier("wrapping Linear")
 
 
@@ -266,8 +268,8 @@ def maps(model: unisono.DataParallel) -> None:
 def waits_alone(rank: int, steps: Callable[..., object] | None, wrapping_s: float, seen: Path) -> str:
     """Have rank 0 wait for rank 1, which hangs until that is seen; return the error of rank 0."""
     said: list[str] = []
-    process_group.log_once = said.append
-    process_group._WRAPPING_S, environment.SAID_AFTER_S, process_group._PATIENCE_S = wrapping_s, 1, 1
+    waiting.log_once = said.append
+    process_group._WRAPPING_S, environment.SAID_AFTER_S, failures.PATIENCE_S = wrapping_s, 1, 1
     if steps:
         model = wrapped()
         steps(model)
@@ -444,7 +446,7 @@ def fails_on_three_rows(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 def lives_on(rank: int, folder: str) -> None:
-    process_group._PATIENCE_S = 0.5
+    failures.PATIENCE_S = 0.5
     model = wrapped(Calls(fails_on_three_rows if rank == 1 else net_of, net=net()))
     if rank == 1:
         with pytest.raises(TroubleError):
@@ -472,7 +474,7 @@ def goes_on(rank: int) -> None:
             with pytest.raises(TroubleError):
                 model(ROWS)
         model(ROWS[:2]).sum().backward()
-    process_group._PATIENCE_S = 0.5
+    failures.PATIENCE_S = 0.5
     if rank == 1:
         time.sleep(1)
     model(ROWS[:2]).sum().backward()
@@ -497,7 +499,7 @@ def test_a_process_that_fails_before_it_wraps():
 
 
 def ends_slowly(rank: int, exits: bool) -> None:
-    process_group._EXIT_S = 1 if exits else process_group._EXIT_S
+    failures._EXIT_S = 1 if exits else failures._EXIT_S
     if rank == 1:
         atexit.register(time.sleep, 3)  # as where much memory of a GPU is freed
     model = wrapped(Calls(fails_on_three_rows if rank == 1 else net_of, net=net()))
@@ -789,8 +791,9 @@ def test_the_group_of_a_program_can_be_made_anew(tmp_path):
 def communicator(monkeypatch):
     """A communicator of two ranks, whose groups are names of backends and purposes, and what the ranks' devices are."""
     made = Communicator.__new__(Communicator)
-    made.world_size, made._groups, made._broken, made._control = 2, {}, None, None
-    made._made = []
+    made.world_size, made._groups, made._control, made._made = 2, {}, None, []
+    on_break = partial(process_group._abort_groups, made._groups, made._made)
+    made.failures = Failures(Mock(), 0, 2, on_break)
     found = [RankDevice("host", f"cuda at 0:{number}:0", "cuda") for number in (1, 2)]
     monkeypatch.setattr(Communicator, "all_gather_object", lambda self, value, doing: found)
     monkeypatch.setattr(Communicator, "_new_group", lambda self, backend, purpose: (backend, purpose))
@@ -856,7 +859,7 @@ def test_a_failure_aborts_the_groups_of_accelerators(communicator, monkeypatch):
     monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda: ended.append(True))
     environment._end_default_group()
     assert ended == [True]
-    made._break("rank 1 has failed")
+    made.failures.failure("rank 1 has failed")
     environment._end_default_group()
     assert ended == [True]
     assert aborted == [("nccl", "gradients")]

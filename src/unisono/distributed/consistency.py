@@ -83,7 +83,7 @@ class RankSteps:
         self._communicator, self._step, self._check, self._doing = communicator, step, check, doing
         self._work = None if in_one_message else communicator.all_gather(step, doing)
         # The number of the comparison, if a sum brings it; else 0.
-        self.comparison = communicator.next_comparison() if in_one_message else 0
+        self.comparison = communicator.waits.next_comparison() if in_one_message else 0
         self._own_words: Sequence[int] = ()
         self._weights: Sequence[float] = ()
 

@@ -188,7 +188,8 @@ class GradientSync:
         if any(isinstance(each, nn.parallel.DistributedDataParallel) for each in module.modules()):
             warn(SENT_TWICE)
         self.communicator.barrier(f"wrapping {type(module).__name__}")
-        self._number = self.communicator.next_model_number()
+        self.communicator.num_models += 1
+        self._number = self.communicator.num_models
         check_same_model(self.communicator, module)
         self.devices = self.communicator.agree_on_devices(self._device)
         tensors = [tensor for tensor in tensors if not tensor.is_meta]
@@ -260,7 +261,8 @@ class GradientSync:
     ) -> RankStep:
         """Return this rank's description of the reduction that it starts; `written` is from `take_written`."""
         if not self._number:  # a copy, which all ranks start to train now
-            self._number = self.communicator.next_model_number()
+            self.communicator.num_models += 1
+            self._number = self.communicator.num_models
         return RankStep(
             weight=sync_context.weight,
             forward=sync_context.number,
@@ -432,11 +434,11 @@ class RankReduction(abc.ABC):
 
     def failed(self, error: BaseException) -> None:
         """Tell the other ranks that this one cannot go on."""
-        self._communicator.abort(error)
+        self._communicator.failures.abort(error)
 
     def left(self) -> None:
         """Take note that an exception has ended the backward, after `add` or before."""
-        self._communicator.leave(_LEFT)
+        self._communicator.failures.leave(_LEFT)
 
     def _accumulated(self) -> list[int]:
         """Return the numbers of the tensors to whose `grad` this backward adds."""

@@ -1,14 +1,12 @@
-"""The processes that train one model together, as one of them sees them.
+"""How do the ranks that train one model together meet, and what do they send each other?
 
-torch.distributed carries all data. This file adds what it leaves to its users: a rank notices that another one does
-something else, learns which rank failed and why, and never waits without end.
+torch.distributed carries all data. Added here: how ranks wait (waiting.py) and learn of a failure (failures.py).
 
 Guarantees
-    - A rank that waits for others checks now and then whether one of them has failed; if so, it raises an error that
-      names that rank and the reason.
-    - A wait ends at the latest with the process group's timeout, with an error that names the missing ranks; one for
-      ranks that do not wrap a model ends earlier, and is logged before.
-    - After such an error the ranks no longer agree on what comes next; every later call raises it again.
+    - Ranks have met when each of them has wrapped a model; one that never does is named in an error.
+    - Each purpose has a process group of its own where collectives may overlap, and one group for all where they may
+      not.
+    - The groups end before the interpreter does.
 
 Assumes that all processes make their communicators, wrap their models and call collectives in the same order. Where a
 difference can be detected, the error names the first one.
@@ -22,8 +20,6 @@ import functools
 import hashlib
 import os
 import pickle
-import sys
-import time
 import uuid
 import weakref
 from array import array
@@ -31,31 +27,23 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import islice
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
 
 from unisono.distributed import environment
-from unisono.distributed.environment import FIRST_NAP_S, NOT_THERE, WRAPPING, ranks_of, start_default_group
+from unisono.distributed.environment import WRAPPING, start_default_group
 from unisono.distributed.failure_store import STORE_ERRORS, FailureStore, host_id
+from unisono.distributed.failures import Failures, brief
+from unisono.distributed.waiting import Waits
 from unisono.runtime import devices as _devices
 from unisono.runtime import torch_private
 from unisono.runtime.buckets import Bucket, Form, buckets_of
-from unisono.runtime.errors import described, log_once
+from unisono.runtime.errors import log_once
 from unisono.runtime.forks import in_forked_child, leak_process_group
-from unisono.runtime.interrupts import deliver
 
-_LONGEST_NAP_S = 0.002
-_CHECK_EVERY_S = 0.2  # how often a waiting rank checks the store for failures; with many ranks, less often
-_REASON_NAP_S = 0.05
-_EXIT_S = 10.0  # how long a rank that has failed may take to say why, and to end
-_SLOW_EXIT_S = 60.0  # how long it may take to end if it says that it does
-_BLAME_S = 1.0  # a launcher blames the process that ends first: torchrun has times in whole seconds
 _WRAPPING_S = environment.RENDEZVOUS_S  # how long a rank waits for others to wrap a model, by default
-_PATIENCE_S = 30.0  # how long a rank may take to come to a collective before that is said, or to go on after an error
 _MARGIN_S = 5.0
-_MOST_TEXT = 2000  # characters of a failure's reason
 _NUM_GATHERED = 16  # numbers in each all-gather
 _BUCKETS_IN_FLIGHT = 2  # of a broadcast
 _REPORTING_MISMATCH = "reporting a mismatch"
@@ -65,14 +53,6 @@ _SHARED_DEVICE = (
     "the host, which is slow. Start one process for each GPU, or use unisono.DataParallel without a launcher."
 )
 
-_THE_SAME = (
-    "Wrap the same models and take the same steps in every process; for loaders of different lengths use "
-    "DataParallel.batches(loader)."
-)
-_WAITING = (
-    "rank {rank} has waited {waited_s:g} s for the others at {doing}; {found}. It goes on when they come, or fails "
-    "after {limit_s:g} s. Take the same steps in every process: map and evaluate, too, are called in all."
-)
 _NOT_IN_GROUP = -100  # torch.distributed.GroupMember.NON_GROUP_MEMBER
 
 distributed: Any = torch.distributed
@@ -112,7 +92,7 @@ def communicator_for(process_group: Any = None, timeout_s: float | None = None) 
         try:
             communicator.connect()
         except BaseException as error:  # Ctrl-C too: a half-made connection cannot be used
-            communicator.abort(error)
+            communicator.failures.abort(error)
             raise
     return _communicators[process_group]
 
@@ -143,8 +123,9 @@ class Communicator:
         rank, world_size: this process's rank among them, and their number.
         timeout_s: how long a rank waits for the others.
         is_world: whether these are all processes of the program.
-        failure_store: what the ranks tell each other beside their collectives.
+        failures, waits: how this rank learns of failures, and how it waits.
         reduction: the latest `RankReduction`; None: there has been none.
+        num_models: how many models have been wrapped for these processes.
 
     Args:
         process_group: the processes.
@@ -163,91 +144,40 @@ class Communicator:
         self._ranks = distributed.get_process_group_ranks(process_group)
         self.is_world = self.world_size == distributed.get_world_size()
         self._store = distributed.PrefixStore("unisono", process_group.get_group_store())
-        self.failure_store = FailureStore(self._store, self.rank)
-        self._check_every_s = max(_CHECK_EVERY_S, self.world_size / 500)
-        self._num_barriers = self._num_models = self._num_comparisons = self._num_groups = 0
+        self.num_models = self._num_groups = 0
         self._groups: dict[tuple[tuple[RankDevice, ...], str], Any] = {}
         self._host_groups: set[Any] = set()  # those of gloo
-        self._broken: str | None = None
-        self.reduction: weakref.ref[Any] | None = None
-        self._has_left = False  # whether it has left a collective half-way by an exception that is not known here
-        self._raised = ""  # what this rank has published of an exception, after which it has not gone on yet
-        self._control: Any = None
         # torch keeps every group until it is destroyed. NCCL's are for the program's end, when all ranks end theirs.
         self._made: list[Any] = []  # of gloo
+        on_break = partial(_abort_groups, self._groups, self._made)  # without a reference to this object
+        self.failures = Failures(FailureStore(self._store, self.rank), self.rank, self.world_size, on_break)
+        self.waits = Waits(self.failures, self._store, self.timeout_s)
+        self.reduction: weakref.ref[Any] | None = None
+        self._control: Any = None
         weakref.finalize(self, end_groups, self._made).atexit = False
-        _reporting.add(self)
-        _report_program_end()
+        _all_communicators.add(self)
+        _end_at_exit()
 
     def connect(self) -> None:
         """Wait for all processes, and connect them. To be called once."""
-        self.failure_store.register()
+        store = self.failures.store
+        store.register()
         self.barrier(WRAPPING)
         self._control = self._new_group("gloo", "control")
-        self.failure_store.locations = self.all_gather_object(self.failure_store.location, "connecting")
-
-    @property
-    def broken(self) -> bool:
-        """Whether the ranks no longer agree on what comes next: some rank has failed or exited."""
-        return self._broken is not None
-
-    def next_model_number(self) -> int:
-        """Return how many models have been wrapped for these processes, this one included."""
-        self._num_models += 1
-        return self._num_models
-
-    def next_comparison(self) -> int:
-        """Return how often the ranks have compared what they do, now included; equal on ranks that do the same."""
-        self._num_comparisons += 1
-        return self._num_comparisons
-
-    # ---- collectives -----------------------------------------------------------------------------
+        store.locations = self.all_gather_object(store.location, "connecting")
 
     def barrier(self, name: str) -> None:
         """Wait until every rank has called this as often as this one; errors name the barrier.
 
         It uses the store only, and so works before the ranks are connected.
         """
-        if self._broken is not None:
-            raise RuntimeError(self._broken)
-        self._num_barriers += 1
-        key = f"barrier/{self._num_barriers}"
-
-        def missing() -> list[int]:
-            return [rank for rank in range(self.world_size) if not self.failure_store.get(f"{key}/{rank}")]
-
-        def is_complete() -> bool:
-            return bool(self._store.add(f"{key}/number", 0) >= self.world_size)
-
-        def raise_if_one_cannot_come() -> None:
-            exited = [rank for rank in missing() if self.failure_store.has_exited(rank)]
-            if exited and not is_complete():
-                raise self._failure_of(exited, f"{ranks_of(exited)} {_has(exited)} ended and did not reach {name}")
-            for rank in missing():
-                num_comparisons, at = self._place_of(rank)
-                if num_comparisons > self._num_comparisons:  # it has gone on, and has left this barrier out
-                    text = f"rank {self.rank} is at {name}, and rank {rank} at {at}"
-                    self.report_failure(text)
-                    raise self._failure(f"the processes do different things: {text}. {_THE_SAME}")
-
+        self.failures.raise_if_broken()
         try:
-            first = self._store.compare_set(f"{key}/first", "", f"{self.rank}\n{name}").decode()
-            self._store.set(f"{key}/{self.rank}", name)
-            self._store.add(f"{key}/number", 1)
-            self._wait_until(
-                is_complete,
-                name,
-                lambda: f"{ranks_of(missing())} did not reach it",
-                check=raise_if_one_cannot_come,
-                limit_s=self._wrapping_s,
-            )
-            self._raise_if_a_rank_failed(name)  # one that has waited for this rank, and has given up
+            self.waits.barrier(name, self._wrapping_s)
         except STORE_ERRORS as error:
-            raise self._connection_error(error, name) from error
-        rank, _, other = first.partition("\n")
-        if other != name:
-            self.report_failure(f"rank {self.rank} is at {name}, and rank {rank} at {other}")
-            raise self._failure(f"rank {rank} is at {other}, and this one, rank {self.rank}, at {name}")
+            raise self.failures.of_connection(error, name) from error
+
+    # ---- collectives -----------------------------------------------------------------------------
 
     def all_gather(self, values: Sequence[float], doing: str) -> "AllGatherWork":
         """Start to all-gather a few numbers; whole numbers are exact below 2**53.
@@ -262,7 +192,7 @@ class Communicator:
         before, after = self.rank, self.world_size - self.rank - 1
         table = array("d", bytes(8 * _NUM_GATHERED * before)) + own + array("d", bytes(8 * _NUM_GATHERED * after))
         tensor = torch.frombuffer(table, dtype=torch.float64)
-        number = self.next_comparison()
+        number = self.waits.next_comparison()
         work = self.start(partial(torch_private.all_reduce, tensor, self._control))
         return AllGatherWork(self, work, table, len(values), doing, number)
 
@@ -382,7 +312,7 @@ class Communicator:
         return group
 
     def _new_group(self, backend: str, purpose: str) -> Any:
-        # Longer than `_wait_until` waits, whose error names the missing ranks.
+        # Longer than `Waits.until` waits, whose error names the missing ranks.
         timeout = datetime.timedelta(seconds=self.timeout_s + _MARGIN_S)
         self._num_groups += 1
         try:
@@ -398,7 +328,7 @@ class Communicator:
                     group_desc=f"unisono: {purpose}",
                 )
         except RuntimeError as error:
-            raise self._failure(f"the processes could not connect: {_brief(error)}") from error
+            raise self.failures.failure(f"the processes could not connect: {brief(error)}") from error
         if backend == "gloo":
             self._host_groups.add(group)
             self._made.append(group)
@@ -408,14 +338,13 @@ class Communicator:
 
     def start(self, collective: Callable[[], Any]) -> Any:
         """Start an asynchronous collective of torch.distributed, unless this communicator is broken."""
-        if self._broken is not None:
-            raise RuntimeError(self._broken)
-        if self._raised:
-            self._take_back_exception()
+        self.failures.raise_if_broken()
+        if self.failures.raised:
+            self.failures.take_back_exception()
         try:
             return collective()
         except RuntimeError as error:
-            raise self._connection_error(error, "starting a collective") from error
+            raise self.failures.of_connection(error, "starting a collective") from error
 
     def waits_on_host(self, group: Any) -> bool:
         """Return whether `wait` returns only when work of this group is done, because its backend is gloo."""
@@ -432,124 +361,26 @@ class Communicator:
         """Wait for `work`, done in `group`; on an accelerator's own backend, have the current stream wait.
 
         Args:
-            check, key: as in `_wait_until`.
+            check, key: as in `Waits.until`.
 
         Raises:
             RuntimeError: it failed, another rank failed, or the timeout has passed. Says which.
         """
         if self.waits_on_host(group):
-            self._wait_until(work.is_completed, doing, check=check, block=partial(_block, work), key=key)
+            self.waits.until(work.is_completed, doing, check=check, block=partial(_block, work), key=key)
         try:
             work.wait()
         except RuntimeError as error:
-            raise self._connection_error(error, doing) from error
+            raise self.failures.of_connection(error, doing) from error
 
     def wait_for_future(self, future: Any, doing: str) -> Any:
         """Wait for a communication hook's future; return its tensor."""
-        self._wait_until(future.done, doing)
+        self.waits.until(future.done, doing)
         try:
             value = future.wait()
         except RuntimeError as error:
-            raise self._connection_error(error, doing) from error
+            raise self.failures.of_connection(error, doing) from error
         return value[0] if isinstance(value, list | tuple) else value
-
-    def _wait_until(
-        self,
-        is_done: Callable[[], bool],
-        doing: str,
-        missing: Callable[[], str] | None = None,
-        check: Callable[[], None] | None = None,
-        block: Callable[[float], None] | None = None,
-        key: str = "",
-        limit_s: float | None = None,
-    ) -> None:
-        """Wait; now and then check the store for failures.
-
-        Args:
-            missing: says, for messages, which ranks are missing; None: those that do not wait for the same.
-            check: a further check, for an `is_done` that asks the store too, which should not be asked too often.
-            block: waits for at most so many seconds, less if it is done before; None: sleep instead.
-            key: is in the store while this waits for long.
-            limit_s: how long to wait; None: `timeout_s`.
-        """
-        started = last_check = time.monotonic()
-        num_checks = 0
-        nap_s, longest_nap_s = FIRST_NAP_S, _LONGEST_NAP_S if check is None else self._check_every_s / 4
-        limit_s = self.timeout_s if limit_s is None else limit_s
-        published = said = False
-        raised, raised_at = "", started
-        while not is_done():
-            now = time.monotonic()
-            if now - last_check > self._check_every_s:
-                last_check = now
-                self._raise_if_a_rank_failed(doing)
-                before, raised = raised, self.failure_store.get("raised")
-                raised_at = raised_at if raised == before else now
-                if now - raised_at > _PATIENCE_S:
-                    self._raise_if_a_rank_is_gone(raised, doing)
-                num_checks += 1
-                if check is not None and num_checks.bit_count() == 1:  # ever less often: it asks about every rank
-                    check()
-                if not published:
-                    published = True
-                    self.failure_store.set(f"at/{self.rank}", f"{self._num_comparisons}\n{doing}")
-                    if key:
-                        self.failure_store.set(key, doing)
-                if not said and now - started > (said_after_s := environment.SAID_AFTER_S if missing else _PATIENCE_S):
-                    said, times = True, {"waited_s": said_after_s, "limit_s": limit_s}
-                    if missing is None:
-                        log_once(_WAITING.format(rank=self.rank, doing=doing, found=self._others_at(doing), **times))
-                    elif who := missing():
-                        log_once(NOT_THERE.format(rank=self.rank, doing=doing, missing=who, **times))
-                if now - started > limit_s:
-                    self._raise_timeout(doing, missing() if missing else "", limit_s)
-            if block is not None:
-                block(self._check_every_s)
-            else:
-                time.sleep(nap_s)
-                nap_s = min(nap_s * 1.5, longest_nap_s)
-            deliver()
-        if published:
-            self.failure_store.set(f"at/{self.rank}", "")
-            if key:
-                self.failure_store.delete(key)
-
-    def _place_of(self, rank: int) -> tuple[int, str]:
-        """Return where a rank waits, "" if it does not, and how often it had compared what it does when it began to."""
-        num_comparisons, _, doing = self.failure_store.get(f"at/{rank}").partition("\n")
-        return int(num_comparisons or 0), doing
-
-    def _others_at(self, doing: str, missing: str = "") -> str:
-        """Return where other ranks are while this one waits."""
-        others = {rank: self._place_of(rank)[1] for rank in range(self.world_size) if rank != self.rank}
-        found = [f"rank {rank} waits at {other}" for rank, other in others.items() if other and other != doing]
-        not_waiting = [rank for rank, other in others.items() if not other]
-        if missing:
-            found.insert(0, missing)
-        elif not_waiting:
-            found.append(f"{ranks_of(not_waiting)} {'is' if len(not_waiting) == 1 else 'are'} in no collective")
-        return "; ".join(found) or "all ranks wait at the same place"
-
-    def _raise_timeout(self, doing: str, missing: str, waited_s: float) -> None:
-        found = self._others_at(doing, missing)
-        text = f"rank {self.rank} has waited {waited_s:g} s for the others at {doing}; {found}. {_THE_SAME}"
-        self.report_failure(text)
-        raise self._failure(text)
-
-    def _connection_error(self, error: RuntimeError, doing: str) -> RuntimeError:
-        """Return the error to raise after torch.distributed has failed, most often because a rank has exited."""
-        deadline = time.monotonic() + _EXIT_S
-        while time.monotonic() < deadline:
-            self._raise_if_a_rank_failed(doing)
-            others = (rank for rank in range(self.world_size) if rank != self.rank)
-            exited = [rank for rank in others if self.failure_store.has_exited(rank)]
-            if exited:
-                # The others learn which ranks ended first, before this one ends too.
-                self.failure_store.set("failed", " ".join(map(str, exited)) + "\n", first_only=True)
-                return self._failure_of(exited, _ended(exited, doing))
-            time.sleep(_REASON_NAP_S)
-            deliver()
-        return self._failure(f"{doing} failed, and no other rank reports why: {_brief(error)}")
 
     def raise_mismatch(self, doing: str) -> None:
         """Raise an error that says what each rank does; all ranks call this."""
@@ -567,81 +398,12 @@ class Communicator:
             f"the processes do different things: {where}. Take the same steps in every process; for loaders "
             "of different lengths use DataParallel.batches(loader)."
         )
-        self.abort(error)
+        self.failures.abort(error)
         raise error
-
-    # ---- failures ------------------------------------------------------------------------------------
-
-    def report_failure(self, reason: str) -> None:
-        """Tell the other ranks that this one cannot go on. The first report of all ranks counts."""
-        if self._broken is None:
-            self.failure_store.set("failed", f"{self.rank}\n{reason[:_MOST_TEXT]}", first_only=True)
-
-    def publish_exception(self, error: BaseException) -> None:
-        """Tell the other ranks of an exception after which this one may go on, or not, although its process lives.
-
-        So it is with an actor, whose framework catches what ends its function. If this rank takes part in no collective
-        for a while, those that wait for it raise.
-        """
-        if self._broken is None:
-            self._raised = f"{self.rank}\n{described(error)}"[:_MOST_TEXT]
-            self.failure_store.set("raised", self._raised)
-
-    def leave(self, text: str) -> None:
-        """Do what `abort` does, for an exception that is not known here: others learn it if it ends the program."""
-        self._has_left = self._broken is None
-        self.abort(RuntimeError(text))
-
-    def report_end(self, reason: str = "") -> None:
-        """Tell the other ranks that this program ends, with that reason, or with an exception after which it ended."""
-        if self._has_left and reason and self.failure_store.get("failed").partition("\n")[0] == str(self.rank):
-            self.failure_store.set("failed", f"{self.rank}\n{reason[:_MOST_TEXT]}")
-        elif self._broken is None and (reason or self._raised):
-            self.failure_store.set(f"ending/{self.rank}", "ending")  # first: who reads the failure knows it
-            self.report_failure(reason or self._raised.partition("\n")[2])
-
-    def _take_back_exception(self) -> None:
-        if self.failure_store.get("raised") == self._raised:
-            self.failure_store.set("raised", "")
-        self._raised = ""
-
-    def _raise_if_a_rank_is_gone(self, raised: str, doing: str) -> None:
-        rank, _, reason = raised.partition("\n")
-        if rank and int(rank) != self.rank:
-            raise self._failure(
-                f"rank {rank} raised an exception and has not continued for {_PATIENCE_S:g} s, while this one "
-                f"was at {doing}. Rank {rank} says: {reason}"
-            )
-
-    def abort(self, error: BaseException) -> None:
-        """Tell the other ranks that this one has left a collective half-way, because of `error`."""
-        self.report_failure(described(error))
-        if self._broken is None:
-            self._break(
-                f"this process left a collective half-way ({described(error)}), so the processes "
-                "no longer agree on the next one. Restart them."
-            )
-
-    def _raise_if_a_rank_failed(self, doing: str) -> None:
-        rank, _, reason = self.failure_store.get("failed").partition("\n")
-        failed = [*map(int, rank.split())]
-        if not failed or self.rank in failed:
-            return
-        says = f"rank {rank} failed while this one was at {doing}. Rank {rank} says: "
-        error = self._failure_of(failed, f"{says}{reason}" if reason else _ended(failed, doing))
-        more = self.failure_store.get("failed").partition("\n")[2]  # a failed rank may have said more when it ended
-        raise error if more in ("", reason) else RuntimeError(f"{says}{more}")
-
-    def break_in_child(self) -> None:
-        """In a process forked by this one: take part in nothing."""
-        self._broken = (
-            f"this process was forked by rank {self.rank} and takes no part in the training of the ranks. "
-            "Use model.module in it, or torch.no_grad()."
-        )
 
     def end(self, why: str) -> None:
         """End the groups. Their collectives have ended; a later one is an error."""
-        self._broken = f"the processes are no longer connected: {why}"
+        self.failures.broken = f"the processes are no longer connected: {why}"
         others = [group for group in self._groups.values() if group not in self._host_groups]
         self._control = None
         self._groups.clear()
@@ -649,29 +411,15 @@ class Communicator:
         end_groups(self._made)
         end_groups(others)
 
-    def _failure_of(self, ranks: Sequence[int], text: str) -> RuntimeError:
-        """Return the error of this rank for a failure of others: later than these end, so that they are blamed."""
-        error, have_ended, started = self._failure(text), False, time.monotonic()
-        limit_s = _SLOW_EXIT_S if any(self.failure_store.get(f"ending/{rank}") for rank in ranks) else _EXIT_S
-        while (waited_s := time.monotonic() - started) < limit_s:
-            if not have_ended and all(map(self.failure_store.has_exited, ranks)):
-                have_ended, limit_s = True, waited_s + _BLAME_S
-            time.sleep(_REASON_NAP_S)
-            deliver()
-        return error
-
-    def _failure(self, text: str) -> RuntimeError:
-        self._break(text)
-        return RuntimeError(text)
-
-    def _break(self, text: str) -> None:
-        self._broken = text
-        environment.failed.set()
-        _groups_of_broken.append((self._control, self._groups, [*self._made]))
+    def leak_groups(self) -> None:
+        """Do without the groups, in a forked child."""
+        self.failures.broken = (
+            f"this process was forked by rank {self.rank} and takes no part in the training of the ranks. "
+            "Use model.module in it, or torch.no_grad()."
+        )
+        for group in (self._control, *self._groups.values()):
+            leak_process_group(group)
         self._made.clear()
-        # A collective that waits on an accelerator for a missing rank never ends by itself.
-        for group in {id(group): group for group in self._groups.values()}.values():
-            torch_private.abort_group(group)
 
 
 class _NotNoticedError(Exception):
@@ -735,7 +483,7 @@ class AllReduceWork:
         return self._tensor
 
     def _check(self) -> None:
-        if self._communicator.failure_store.get(_gathering(self._comparison)):
+        if self._communicator.failures.store.get(_gathering(self._comparison)):
             raise GatheredElsewhereError
 
 
@@ -761,24 +509,18 @@ def broadcast_plan(tensors: Sequence[torch.Tensor]) -> tuple[Bucket, ...]:
 
 
 _communicators: "weakref.WeakKeyDictionary[Any, Communicator]" = weakref.WeakKeyDictionary()
+_all_communicators: "weakref.WeakSet[Communicator]" = weakref.WeakSet()  # also where the program has ended the group
 # Kept as long as the process: in older releases of torch, destroying a group of gloo while a transfer of it fails is a
 # deadlock. The destructor holds the GIL and waits for gloo's thread, which waits for the GIL to free the tensors.
 _groups_of_broken: list[Any] = []
-_reporting: "weakref.WeakSet[Communicator]" = weakref.WeakSet()
 
 
-@functools.cache  # once in a process
-def _report_program_end() -> None:
-    """From now on, have communicators report an exception that ends this program, and its end."""
-    before = sys.excepthook
-
-    def report(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-        for communicator in list(_reporting):
-            communicator.report_end(described(error))
-        before(kind, error, traceback)
-
-    sys.excepthook = report
-    atexit.register(_end_communicators)
+def _abort_groups(groups: "dict[Any, Any]", made: "list[Any]") -> None:
+    """End what waits on an accelerator for a missing rank: it never ends by itself."""
+    _groups_of_broken.extend([*groups.values(), *made])
+    made.clear()
+    for group in {id(group): group for group in groups.values()}.values():
+        torch_private.abort_group(group)
 
 
 def end_groups(groups: "list[Any]") -> None:
@@ -791,14 +533,18 @@ def end_groups(groups: "list[Any]") -> None:
 
 
 def _after_fork() -> None:
-    for process_group, communicator in list(_communicators.items()):
-        communicator.break_in_child()
-        for group in (process_group, communicator._control, *communicator._groups.values()):
-            leak_process_group(group)
-        communicator._made.clear()
+    for process_group in list(_communicators):
+        leak_process_group(process_group)
+    for communicator in list(_all_communicators):
+        communicator.leak_groups()
 
 
 in_forked_child(_after_fork)
+
+
+@functools.cache  # once in a process
+def _end_at_exit() -> None:
+    atexit.register(_end_communicators)
 
 
 def _end_communicators() -> None:
@@ -807,10 +553,11 @@ def _end_communicators() -> None:
     gloo's threads free the tensors of a collective a little after its end. In an interpreter that has ended, that
     aborts the process, and a launcher would start again what was finished.
     """
-    for communicator in list(_reporting):
-        communicator.report_end()
-        communicator.failure_store.report_exit()
-        if not communicator.broken and os.getpid() == communicator.failure_store.pid:
+    for communicator in list(_all_communicators):
+        failures = communicator.failures
+        failures.report_end()
+        failures.store.report_exit()
+        if failures.broken is None and os.getpid() == failures.store.pid:
             communicator.end("the program ends")
 
 
@@ -824,15 +571,3 @@ def _block(work: Any, timeout_s: float) -> None:
     """Wait for `work`, at most so long; the caller checks then whether it is done or has failed."""
     with contextlib.suppress(RuntimeError):
         work.wait(datetime.timedelta(seconds=timeout_s))
-
-
-def _has(ranks: Sequence[int]) -> str:
-    return "has" if len(ranks) == 1 else "have"
-
-
-def _ended(ranks: Sequence[int], doing: str) -> str:
-    return f"{ranks_of(ranks)} {_has(ranks)} ended while this one was at {doing}"
-
-
-def _brief(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__

@@ -125,7 +125,7 @@ class Ranks:
         try:
             return self._run_step(gradient_sync, module, call, run or partial(self._run_noting_writes, module))
         except BaseException as error:
-            gradient_sync.communicator.publish_exception(error)
+            gradient_sync.communicator.failures.publish_exception(error)
             raise
 
     def _run_step(self, gradient_sync: GradientSync, module: nn.Module, call: Call, run: Callable[[Call], Any]) -> Any:

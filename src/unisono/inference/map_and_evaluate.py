@@ -77,7 +77,7 @@ def evaluate_batches(
     except Exception as error:  # noqa: BLE001 - raised when all ranks know of it
         failure = error
     except BaseException as error:  # Ctrl-C: the others must not wait for this process
-        communicator.abort(error)
+        communicator.failures.abort(error)
         raise
     try:
         return merged(communicator, own_batches, totals, failure).result()

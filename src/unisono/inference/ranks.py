@@ -131,7 +131,7 @@ class RankMap(OutputIterator):
                 self._run_round()
             except BaseException as error:
                 if not issubclass(type(error), Exception):  # Ctrl-C: the others must not wait for this process
-                    self._communicator.abort(error)
+                    self._communicator.failures.abort(error)
                 self._end()
                 raise
         outcome = self._gathered.popleft()

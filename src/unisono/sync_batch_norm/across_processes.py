@@ -207,7 +207,7 @@ class CrossProcessAllGather:
                 f"{mine}; rank 0 at {steps[0]}, rank {other} at {steps[other]}. Every process must call the "
                 "same layers of the module in the same order."
             )
-            self._communicator.abort(error)
+            self._communicator.failures.abort(error)
             raise error
         if not mine.is_forward and not mine.is_weighted and len({step.weight for step in steps}) > 1:
             log_once(_UNEQUAL)

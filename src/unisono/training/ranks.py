@@ -50,7 +50,7 @@ class Ranks:
     @property
     def are_lost(self) -> bool:
         """Whether a process has failed or ended, so that the others cannot go on."""
-        return self._communicator is not None and self._communicator.broken
+        return self._communicator is not None and self._communicator.failures.broken is not None
 
     # ---- deciding --------------------------------------------------------------------------------
 
@@ -121,7 +121,7 @@ class Ranks:
     def fail(self, reason: object) -> None:
         """Tell the other processes that this one has failed, so that none waits for it."""
         if self._communicator is not None:
-            self._communicator.report_failure(str(reason))
+            self._communicator.failures.report(str(reason))
 
     def wait_for_first(self) -> None:
         """Return when the first process has saved and printed everything; no process should end before.
