@@ -118,26 +118,22 @@ def _stack_of(ident: int) -> str:
     return "".join(traceback.format_stack(frame)) if frame is not None else ""
 
 
-def frames_of_other_threads() -> dict[int, types.FrameType]:
-    """Return each thread's innermost frame, but not the calling thread's, which would be in a cycle with the dict."""
-    frames = sys._current_frames()
-    del frames[threading.get_ident()]
-    return frames
-
-
 def places_of_threads(idents: Mapping[int, int]) -> dict[int, str]:
     """Return the line of the user's that each thread is running, by index; unisono's or torch's where it has none."""
-    places, frames = {}, frames_of_other_threads()
-    for index, ident in idents.items():
-        if (inner := frames.get(ident)) is None:
-            continue
-        frame: types.FrameType | None = inner
-        while frame is not None and not (is_users(frame) and _package(frame) != "threading"):
-            frame = frame.f_back
-        code, line = (frame or inner).f_code, (frame or inner).f_lineno
-        text = linecache.getline(code.co_filename, line).strip()
-        places[index] = f'File "{code.co_filename}", line {line}, in {code.co_name}: {text}'
-    return places
+    frames = sys._current_frames()
+    try:
+        return {index: _place_of(frames[ident]) for index, ident in idents.items() if ident in frames}
+    finally:
+        frames.clear()  # this one is among them: a cycle, which would hold what the caller waits for
+
+
+def _place_of(inner: types.FrameType) -> str:
+    frame: types.FrameType | None = inner
+    while frame is not None and not (is_users(frame) and _package(frame) != "threading"):
+        frame = frame.f_back
+    code, line = (frame or inner).f_code, (frame or inner).f_lineno
+    text = linecache.getline(code.co_filename, line).strip()
+    return f'File "{code.co_filename}", line {line}, in {code.co_name}: {text}'
 
 
 _logged: set[str] = set()

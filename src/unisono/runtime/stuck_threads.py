@@ -6,12 +6,14 @@ tells whether a thread sleeps (Linux), one that computes is not called stuck. On
 what is said holds for both.
 """
 
+import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import FrameType
 
-from unisono.runtime.errors import frames_of_other_threads, is_users, log_once, places_of_threads
+from unisono.runtime.errors import is_users, log_once, places_of_threads
 
 SAID_AFTER_S = 3.0  # without progress
 _LONGER = 4  # times that, where the system does not tell
@@ -55,14 +57,18 @@ class StuckThreads:
 
 def _states(idents: Sequence[int]) -> list[object]:
     """Return what is equal for two looks if no thread has moved between them."""
-    frames = frames_of_other_threads()
     native_ids = {thread.ident: thread.native_id for thread in threading.enumerate()}
-    states: list[object] = []
-    for ident in idents:
-        frame, asleep = frames.get(ident), sleep_state(native_ids.get(ident)) or not _SYSTEM_TELLS
-        may_wait = frame is not None and asleep and is_users(frame)
-        states.append((id(frame), frame.f_lasti, asleep) if frame is not None and may_wait else object())
-    return states
+    frames = sys._current_frames()
+    try:
+        return [_state(frames.get(ident), native_ids.get(ident)) for ident in idents]
+    finally:
+        frames.clear()  # as in `places_of_threads`
+
+
+def _state(frame: FrameType | None, native_id: int | None) -> object:
+    asleep = sleep_state(native_id) or not _SYSTEM_TELLS
+    may_wait = frame is not None and asleep and is_users(frame)
+    return (id(frame), frame.f_lasti, asleep) if frame is not None and may_wait else object()
 
 
 def sleep_state(native_id: int | None) -> object:
