@@ -27,7 +27,16 @@ import torch
 from torch import nn
 
 from unisono.primitives.change_tracking import GONE, ChangeTracker, TensorSnapshot, attribute_dicts
-from unisono.primitives.references import MODES, is_inert, may_refer_later, observes, rebind, references
+from unisono.primitives.references import (
+    MODES,
+    is_inert,
+    live_among,
+    may_refer_later,
+    observes,
+    reachable,
+    rebind,
+    references,
+)
 from unisono.primitives.tensor_attributes import carry_attributes
 from unisono.primitives.visitor import filled_slots
 from unisono.runtime import devices as _devices
@@ -165,7 +174,7 @@ class Blueprint:
                     self._inspect_attribute(module, name, found)
             if self._slotted_classes and type(module) in self._slotted_classes:
                 for _, slot, value in filled_slots(module):
-                    self._inspect_value(value, found)
+                    self._inspect_value(value, reachable(value), found)
                     self._slots.append((id(module), slot, value))
             if (
                 attributes["_forward_hooks"]
@@ -202,7 +211,7 @@ class Blueprint:
         if not self._to_rebind:
             return True
         registered = {*map(id, self.root.modules()), *map(id, self.root.parameters())}
-        return not any(may_refer_later(value, registered) for _, _, value in self._referring_attributes())
+        return not any(may_refer_later(reachable(value), registered) for _, _, value in self._referring_attributes())
 
     @cached_property
     def observers(self) -> dict[int, tuple[nn.Module, Any]]:
@@ -417,18 +426,19 @@ class Blueprint:
     def _inspect_attribute(self, module: nn.Module, name: str, found: dict[int, nn.Module | torch.Tensor]) -> None:
         """Add what an attribute refers to to `found`; remember the attribute if it refers to anything."""
         value = module.__dict__[name]
-        if self._inspect_value(value, found):
+        in_value = reachable(value)
+        if self._inspect_value(value, in_value, found):
             self._to_rebind.setdefault(id(module), []).append(name)
-        elif may_refer_later(value):
+        elif may_refer_later(in_value):
             self._to_search.append((module.__dict__, name))
 
-    def _inspect_value(self, value: Any, found: dict[int, nn.Module | torch.Tensor]) -> bool:
-        """Add what an attribute's value refers to to `found`; return whether it refers to anything."""
+    def _inspect_value(self, value: Any, in_value: Sequence[Any], found: dict[int, nn.Module | torch.Tensor]) -> bool:
+        """Add what is live of `in_value`, all that a value leads to, to `found`; return whether anything is."""
         self.compiled = self.compiled or torch_private.is_compiled(value)
         self.replays_cuda_graphs = self.replays_cuda_graphs or torch_private.replays_cuda_graphs(value)
         if issubclass(type(value), torch.Tensor) and not value.requires_grad and not value.is_meta:
             self.constants[id(value)] = value
-        referred = references(value)
+        referred = live_among(in_value)
         found.update((id(reference), reference) for reference in referred)
         return bool(referred)
 

@@ -69,19 +69,25 @@ def is_inert(value: Any) -> bool:
 
 def references(value: Any) -> list[nn.Module | torch.Tensor]:
     """Return every module and tensor that `value` is or refers to, each once."""
-    return [part for part in reachable(value) if _is_live(part)]
+    return live_among(reachable(value))
 
 
-def may_refer_later(value: Any, kept: Container[int] = ()) -> bool:
-    """Return whether `value` may come to refer to another object although no tracked container in it changes.
+def live_among(found: Iterable[Any]) -> list[nn.Module | torch.Tensor]:
+    """Return the modules and tensors among what is `reachable`."""
+    return [part for part in found if _is_live(part)]
+
+
+def may_refer_later(found: Iterable[Any], kept: Container[int] = ()) -> bool:
+    """Return whether a value may come to refer to another object although no tracked container in it changes.
 
     A variable that a function closes over can be assigned; a weak reference can die; containers of other classes are
     not tracked.
 
     Args:
+        found: what is `reachable` from it.
         kept: ids of objects that do not die.
     """
-    return any(_is_changing(part, kept) for part in reachable(value))
+    return any(_is_changing(part, kept) for part in found)
 
 
 def _is_changing(part: Any, kept: Container[int]) -> bool:
@@ -173,7 +179,7 @@ def _is_live(value: Any) -> bool:
 
 def _parts(value: Any) -> list[tuple[Step, Any]]:
     """Return the values directly inside `value`, if it is of a kind that is searched."""
-    if _is_live(value):
+    if is_inert(value) or _is_live(value):
         return []
     if is_a(value, types.FunctionType) and value.__module__ == "torch.cuda.graphs":
         raise RuntimeError(_GRAPHED)

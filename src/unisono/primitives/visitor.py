@@ -81,7 +81,8 @@ def visit(
         seen.add(id(place.value))
         found = [Place(value, place, step) for step, value in inside(place.value)]
         most -= 1 + len(found)
-        left += [(each, levels - 1) for each in found if levels > 1]
+        if levels > 1:
+            left += [(each, levels - 1) for each in found if type(each.value) not in skipped]
         yield place, found
 
 
@@ -92,8 +93,13 @@ def is_a(value: object, classes: Any) -> bool:
 
 def num_entries(value: Any) -> int | None:
     """Return how many entries a container has; None if it is none."""
-    kind: Any = next((each for each in CONTAINERS if is_a(value, each)), None)
+    kind = _kind_of(type(value))
     return None if kind is None else kind.__len__(value)
+
+
+def _kind_of(cls: type) -> Any:
+    """Return the class of `CONTAINERS` from which a class derives; None if it does from none."""
+    return next(kind for kind in CONTAINERS if issubclass(cls, kind)) if issubclass(cls, CONTAINERS) else None
 
 
 def entries(value: Any) -> list[tuple[Step, Any]]:
@@ -102,7 +108,7 @@ def entries(value: Any) -> list[tuple[Step, Any]]:
     >>> entries({"a": 1}), entries([2])
     ([(('[{!r}]', 'a'), 1)], [(('[{}]', 0), 2)])
     """
-    kind: Any = next((each for each in CONTAINERS if is_a(value, each)), None)
+    kind = _kind_of(type(value))
     if kind is None or kind.__len__(value) > LARGE:
         return []
     if kind in (dict, types.MappingProxyType):
