@@ -8,6 +8,7 @@ import importlib
 import re
 import sys
 import tempfile
+import tokenize
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -185,6 +186,41 @@ def test_private_calls_of_torch_are_in_one_file():
             names = [dotted(node)] if isinstance(node, ast.Attribute) else names_imported(node)
             private = [name for name in names if f"{name}.".startswith("torch._C.")]
             assert not private, f"{module}:{node.lineno}: {private} belongs in torch_private.py"
+
+
+def test_signposts_lead_somewhere():
+    """Of comments and docstrings: the files that they name, methods of our classes, functions of our files."""
+    in_class: dict[str, set[str]] = {}
+    in_file: dict[str, set[str]] = {}
+    for module, path in SOURCES.items():
+        in_file.setdefault(path.stem, set()).update(re.findall(r"\w+", path.read_text(encoding="utf-8")))
+        for node in ast.walk(tree_of(module)):
+            if isinstance(node, ast.ClassDef):
+                in_class.setdefault(node.name, set()).update(re.findall(r"\w+", ast.unparse(node)))
+    paths = ["/" + path.relative_to(PACKAGE.parent).as_posix() for path in SOURCES.values()]
+    beside = ("tests", "benchmarks", "examples")
+    paths += [
+        f"/{path.relative_to(DOCS.parent).as_posix()}" for each in beside for path in (DOCS.parent / each).rglob("*.py")
+    ]
+    of_users = {"script.py", "train.py", "trackers.py", "/package/train.py"}  # in examples
+    for module in SOURCES:
+        for line, text in comments_and_docstrings(module):
+            for file in set(re.findall(r"[\w/]+\.py\b", text)) - of_users:
+                assert any(path.endswith("/" + file) for path in paths), f"{module}:{line}: there is no {file}"
+            for owner, name in re.findall(r"`(\w+)\.(?!py\b)(\w+)", text):
+                known = in_class.get(owner, in_file.get(owner))
+                assert known is None or name in known, f"{module}:{line}: {owner} has no {name}"
+
+
+def comments_and_docstrings(module: str) -> Iterator[tuple[int, str]]:
+    """Yield them, each with its line."""
+    with SOURCES[module].open("rb") as file:
+        for token in tokenize.tokenize(file.readline):
+            if token.type == tokenize.COMMENT:
+                yield token.start[0], token.string
+    for node in ast.walk(tree_of(module)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+            yield getattr(node, "lineno", 1), ast.get_docstring(node) or ""
 
 
 def test_context_managers_leave_exceptions_as_they_are():

@@ -50,7 +50,7 @@ class GraphSearch:
 
         The next forward of a structure `may_differ` where the inputs carry objects. In replicas `in_parts` outputs are
         joined of parts.
-        `numbers_of_linked` are those of `Inputs`. `in_one_graph` with the caller's, graphs may go on into those of
+        `numbers_of_linked` are those of `Shards`. `in_one_graph` with the caller's, graphs may go on into those of
         earlier forwards, and outputs may lead to others: that is torch's matter.
 
         Args:

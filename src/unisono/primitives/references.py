@@ -11,7 +11,7 @@ model's own (`observes`).
 `references` finds what a value refers to; `rebind` returns the value with each live object replaced by the replica's.
 Both search the same places: containers, bound methods, partials, functions' closures and defaults, weak references and
 proxies (visitor.py). They do not search objects of other classes, nor more than its bound; what they miss is found in
-the output's graph (engines/threads.py).
+the output's graph (autograd/graph_search.py).
 """
 
 import dis
