@@ -144,11 +144,11 @@ def run(wrapper: Wrapper, method: str | None, inputs: tuple[Any, ...], kwargs: d
         return _on_the_module(wrapper, method, inputs, kwargs)
     in_ranks = ranks is not None and ranks.take_part(wrapper._modules["module"], options.sync_batch_norm)
     if not in_ranks and (_is_alone(options, method, is_compiling) or _runs_whole(options)):
-        if ranks is None or (is_compiling and ranks.own_exchange(options.sync_batch_norm) is None):
+        if ranks is None or is_compiling:
             return on_one_device(wrapper, method, inputs, kwargs)
-        if not is_compiling:
-            run = partial(on_one_device, wrapper, method, inputs, kwargs)
-            return ranks.run_plain(wrapper._step_memory, wrapper.module, method, run, options.sync_batch_norm)
+        return ranks.run_plain(
+            wrapper._step_memory, wrapper.module, method, partial(on_one_device, wrapper, method, inputs, kwargs)
+        )
     if is_compiling:  # the wrapper, or a model around it: replicas stay out of its graph
         return torch.compiler.disable(_run_uncompiled)(wrapper, method, inputs, kwargs, in_ranks)  # type: ignore[no-untyped-call]
     return _run_replicas(wrapper, method, inputs, kwargs, in_ranks)
@@ -540,8 +540,7 @@ def on_all_devices(
                 check_replicas(plan, pool.blueprint, memory.warnings)
                 if kind is not None and not plan.is_early:
                     keep_plan(pool.blueprint.plans, kind, plan)
-        exchange = None if ranks is None or in_ranks else ranks.own_exchange(options.sync_batch_norm)
-        call = Call(plan if wrapper._weighed is None else wrapper._weighed(plan), arguments, cross_process=exchange)
+        call = Call(plan if wrapper._weighed is None else wrapper._weighed(plan), arguments)
         run = None if pool is None else partial(run_step, memory, pool, frozen)
         if ranks is not None and in_ranks:
             return ranks.run_step(module, call, run, memory.warnings)
@@ -601,9 +600,7 @@ def plain_composition(
             registries = buffer_registries(modules)
             calls: Sequence[Any] = [called(replica, method) for replica in replicas]
             if options.sync_batch_norm and len(replicas) > 1:
-                ranks = wrapper._ranks
-                cross_process = None if ranks is None else ranks.own_exchange(options.sync_batch_norm)
-                calls = run_synchronised(replicas, calls, cross_process)
+                calls = run_synchronised(replicas, calls)
             shards_of = [*zip(shards, shard_kwargs, strict=False)]
             devices = [here or options.devices[i] for i in numbers][: len(shards)]
             looks = _looks_at_composition(wrapper, method, arguments.leaves, replicas, common, shards_of, devices)

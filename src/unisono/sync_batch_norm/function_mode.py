@@ -31,7 +31,6 @@ Equal calls give equal bits: statistics and gradients are combined in replica or
 Assumes that the replicas of a pass run at the same time, each in a thread or a process of its own.
 """
 
-import functools
 import math
 import sys
 import threading
@@ -62,7 +61,6 @@ from unisono.runtime.exchange import (
     taking_part,
 )
 from unisono.runtime.interrupts import acquire, deliver, interruptibly, uninterruptible
-from unisono.runtime.stand_ins import StandIns
 from unisono.runtime.streams import current_stream, wait_for_maker
 from unisono.runtime.thread_pool import inside_replica
 from unisono.sync_batch_norm.kernels import KernelStatistics, dense
@@ -208,11 +206,11 @@ class BatchNormOverReplicas:
 
 
 def run_synchronised(
-    replicas: Sequence[Callable[..., Any]], calls: Sequence[Callable[..., Any]], cross_process: CrossProcess | None
+    replicas: Sequence[Callable[..., Any]], calls: Sequence[Callable[..., Any]]
 ) -> list[Callable[..., Any]]:
     """Return `calls`, one a replica, with batch norm over all replicas. Each is to be called once, all at once."""
     batch_norm = BatchNormOverReplicas(replicas, in_one_graph=True)
-    exchange = Exchange(len(replicas), cross_process) if not inside_replica() else None
+    exchange = Exchange(len(replicas)) if not inside_replica() else None
 
     def synchronised(index: int) -> Callable[..., Any]:
         def run(*inputs: Any, **kwargs: Any) -> Any:
@@ -228,42 +226,6 @@ def run_as_replica(module: nn.Module, call: Callable[[], T], cross_process: Cros
     """Return what `call` returns, which calls `module` itself, as the only replica of its process."""
     with taking_part(Exchange(1, cross_process), 0), BatchNormOverReplicas([module]).in_replica(0, _Turn([])):
         return call()
-
-
-def run_outside_of_step(module: nn.Module, call: Callable[[], T], cross_process: CrossProcess) -> T:
-    """Return what `call` returns, which calls `module`; only its batch norms that take statistics run as replicas.
-
-    They are seen if they are called by way of the module `torch.nn.functional`. Any other call costs nothing.
-    """
-    before = getattr(_thread, "outside_of_step", None)
-    entry = _stand_ins.enter()
-    try:
-        _thread.outside_of_step = module, cross_process
-        return call()
-    finally:
-        _thread.outside_of_step = before
-        _stand_ins.leave(entry)
-
-
-def _stand_in(batch_norm: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    @functools.wraps(batch_norm)
-    def stand_in(*args: Any, **kwargs: Any) -> torch.Tensor:
-        if not _takes_statistics(args, kwargs) or torch.compiler.is_compiling():
-            return batch_norm(*args, **kwargs)
-        outside_of_step = getattr(_thread, "outside_of_step", None)
-        if outside_of_step is None or _current_pass() is not None:
-            return batch_norm(*args, **kwargs)
-        module, cross_process = outside_of_step
-        return run_as_replica(module, functools.partial(batch_norm, *args, **kwargs), cross_process)
-
-    _batch_norms.extend((batch_norm, stand_in))
-    return stand_in
-
-
-_stand_ins = StandIns()
-_stand_ins.add(lambda: [(F, "batch_norm", _stand_in)])
-# Torch's, and what stands for it: another thread's mode may meet either one.
-_batch_norms: list[Callable[..., torch.Tensor]] = []
 
 
 def _takes_statistics(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Any:
@@ -485,7 +447,7 @@ class _BatchNormMode(TorchFunctionMode):
         self._run_batch_norm = torch_private.uncompiled(_BatchNormMode._batch_norm)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if (func is F.batch_norm or func in _batch_norms) and _takes_statistics(args, kwargs):
+        if func is F.batch_norm and _takes_statistics(args, kwargs):
             output = self._run_batch_norm(self, *args, **(kwargs or {}))
             deliver()
             return output
