@@ -303,7 +303,7 @@ def test_a_row_that_has_changed_a_dict_of_its_inputs_is_not_computed_again(monke
 
 
 def test_with_a_timeout_all_lanes_get_batches() -> None:
-    """I15, F7: one that is stuck is given up, and the others go on."""
+    """I15, F7: one that is stuck is noticed; in the caller's thread it would not be."""
     model = DataParallel(nn.Identity(), ["cpu"] * 2, timeout=60)
     assert until(lambda: not lane_threads())  # those of an earlier map may be ending
     with use_lanes(False), model.map(numbered(2)) as outputs:

@@ -370,11 +370,6 @@ class Background:
                 torch_private.clear_dispatch_mode_flags(self._flags)  # modes of the tasks' threads may have overlapped
                 self._ended.set()
 
-    @property
-    def has_ended(self) -> bool:
-        """Whether all tasks have ended."""
-        return self._ended.is_set()
-
     def abandon(self, index: int) -> None:
         """Count a task as ended although it is not: it is stuck. It ends when it can, or when the program does."""
         self._leave(index, _pool.abandon)
