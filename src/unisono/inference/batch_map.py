@@ -374,25 +374,20 @@ class _Work:
     def compute_row(self, batches: Sequence[_Batch]) -> tuple[dict[int, Outcome[LaneOutput]], bool]:
         """Compute batches in the calling thread, on the first lane; whose own thread, if any, has nothing to do.
 
-        If one of them changes the module, which is looked at once, they are computed again, one by one: each is to find
-        the module as it was.
+        Of several, the module is looked at once: if one changes it, those after it find what it has left, as in a plain
+        loop.
 
         Returns:
             Their outcomes by number, up to the first error; whether the module was as it was all the time.
         """
         lane = self._lanes[0]
         outcomes: dict[int, Outcome[LaneOutput]] = {}
-        if len(batches) > 1:
-            with lane.in_a_row() as run:
-                for batch in batches:
-                    outcomes[batch[0]] = self._outcome(lane, run, [batch])
-                    if outcomes[batch[0]].error is not None:
-                        break
-            if lane.left_unchanged or not lane.inputs_unchanged:
-                return self._arrived(lane, outcomes), lane.left_unchanged
-        again = batches[: len(outcomes) or 1]
-        outcomes = {batch[0]: self._outcome(lane, lane.run, [batch]) for batch in again}
-        return self._arrived(lane, outcomes), lane.left_unchanged and len(again) == 1
+        with contextlib.nullcontext(lane.run) if len(batches) == 1 else lane.in_a_row() as run:
+            for batch in batches:
+                outcomes[batch[0]] = self._outcome(lane, run, [batch])
+                if outcomes[batch[0]].error is not None:
+                    break
+        return self._arrived(lane, outcomes), lane.left_unchanged
 
     def wait_for(self, number: int) -> None:
         """Wait until a batch has been computed.
