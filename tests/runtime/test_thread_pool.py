@@ -21,9 +21,10 @@ from helpers.garbage import no_garbage, wait_for_workers
 from helpers.in_time import WAIT_S, in_time
 from helpers.modules import PassingMode
 from helpers.programs import run_script
-from unisono.runtime import thread_pool, torch_private
+from unisono.runtime import thread_pool
 from unisono.runtime.thread_pool import Background, Outcome, inside_replica, replica_path, run_together
 from unisono.runtime.thread_state import ThreadState
+from unisono.runtime.torch_private import modes
 
 CPU = torch.device("cpu")
 
@@ -168,8 +169,8 @@ def test_a_checkpoint_that_fails_leaves_no_hooks_in_its_thread() -> None:
     """R13, F1: as long as the error lives, too; older releases of torch leave that to the error's end."""
     failed = run(*[partial(checkpoint, raises(ValueError()), use_reentrant=False)] * 3)
     assert [type(outcome.error) for outcome in failed] == [ValueError] * 3
-    assert values(*[torch_private.has_saved_tensor_hooks] * 3) == [False] * 3
-    assert not torch_private.has_saved_tensor_hooks()
+    assert values(*[modes.has_saved_tensor_hooks] * 3) == [False] * 3
+    assert not modes.has_saved_tensor_hooks()
 
 
 def test_torch_compiles_after_dispatch_modes_that_overlapped() -> None:

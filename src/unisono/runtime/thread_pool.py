@@ -42,7 +42,7 @@ from typing import Any, Generic, TypeAlias, TypeVar
 
 import torch
 
-from unisono.runtime import affinity, torch_private
+from unisono.runtime import affinity
 from unisono.runtime import devices as _devices
 from unisono.runtime.contexts import contextmanager
 from unisono.runtime.errors import ReplicaNames, ReplicaTimeout, log, threads_timed_out
@@ -51,6 +51,7 @@ from unisono.runtime.interrupts import WAKE_S, deliver
 from unisono.runtime.stand_ins import while_replicas_run
 from unisono.runtime.stuck_threads import StuckThreads, sleep_state
 from unisono.runtime.thread_state import ThreadState, modes_that_stay
+from unisono.runtime.torch_private import checkpoints, graph_nodes, process_wide
 
 T = TypeVar("T")
 
@@ -171,8 +172,8 @@ def run_together(
         ReplicaTimeout: that time is over. Workers that are still busy are abandoned.
         BaseException: what a task (or Ctrl-C) raised, where that is not an `Exception`.
     """
-    if torch_private.caches_parametrizations() and not inside_replica():
-        with torch_private.parametrizations_not_cached():
+    if process_wide.caches_parametrizations() and not inside_replica():
+        with process_wide.parametrizations_not_cached():
             return run_together(tasks, devices, around, timeout_s, names, here=here, may_have_modes=may_have_modes)
     if (len(tasks) == 1 and here is not None) or inside_replica():
         return [_run_here(tasks[i], devices[i], i, around(i)) for i in range(len(tasks))]
@@ -231,7 +232,7 @@ def _run_in_threads(
     if here is not None:
         in_workers.remove(here)
     # A node that the caller makes next is to come before those of the replicas in a backward that reaches both.
-    most_nodes = torch_private.sequence_number() if torch.is_grad_enabled() else None
+    most_nodes = graph_nodes.sequence_number() if torch.is_grad_enabled() else None
     num_running = len(in_workers)
     workers = _pool.borrow([devices[i] for i in in_workers], most_nodes)  # fails where the system gives no more threads
     threads_before, threads_each = _thread_counts.begin(devices)
@@ -264,7 +265,7 @@ def _run_in_threads(
             _raise_if_urgent(ended[index])
         most_made = max([worker.num_nodes for worker in workers])
         if most_nodes is not None and most_made > most_nodes:
-            torch_private.number_nodes_from(most_made)
+            graph_nodes.number_nodes_from(most_made)
         return [*map(ended.__getitem__, range(num_tasks))]
     finally:
         have_ended = [*map(ended.__contains__, in_workers)]
@@ -329,10 +330,10 @@ class Background:
                 return _outcome(in_context)
             finally:
                 started.put(None)  # also if it could not start
-                self._workers[index].num_nodes = torch_private.sequence_number()
+                self._workers[index].num_nodes = graph_nodes.sequence_number()
                 self._leave(index, _pool.give_back)
 
-        self._flags = torch_private.dispatch_mode_flags()
+        self._flags = process_wide.dispatch_mode_flags()
         _backgrounds.add(self)
         self._entry = while_replicas_run.enter()
         self._workers: list[_Worker] = []
@@ -367,7 +368,7 @@ class Background:
             finally:
                 _backgrounds.discard(self)
                 while_replicas_run.leave(self._entry)
-                torch_private.clear_dispatch_mode_flags(self._flags)  # modes of the tasks' threads may have overlapped
+                process_wide.clear_dispatch_mode_flags(self._flags)  # modes of the tasks' threads may have overlapped
                 self._ended.set()
 
     @property
@@ -429,7 +430,7 @@ def _outcome(task: Callable[[], T]) -> Outcome[T]:
         return Outcome(value=task())
     except BaseException as error:  # noqa: BLE001 - raised in the caller
         with contextlib.suppress(Exception):  # a class of the user's may do anything; the caller waits
-            torch_private.end_checkpoints(error)
+            checkpoints.end_checkpoints(error)
         return Outcome(error=error)
 
 
@@ -454,7 +455,7 @@ def _raise_if_urgent(outcome: Outcome[T]) -> None:
         if error is not None and (
             issubclass(type(error), ReplicaTimeout)
             or not issubclass(type(error), Exception)
-            or torch_private.stops_recomputation(error)
+            or checkpoints.stops_recomputation(error)
         ):
             raise error
     finally:
@@ -478,14 +479,14 @@ class _ThreadCounts:
         self._lock = threading.Lock()
         self._running: list[int] = []  # the number of each replica, one entry a running call
         self._default = 1
-        self._flags = torch_private.dispatch_mode_flags()
+        self._flags = process_wide.dispatch_mode_flags()
 
     def begin(self, devices: Sequence[torch.device]) -> tuple[int, int]:
         """Return the calling thread's number, and the part of it for each replica."""
         before = torch.get_num_threads()
         with self._lock:
             if not self._running:
-                self._default, self._flags = before, torch_private.dispatch_mode_flags()
+                self._default, self._flags = before, process_wide.dispatch_mode_flags()
             elif before in self._running and not hasattr(_thread, "num_threads"):
                 before = self._default
             on_host = [*map(_devices.computes_on_host, devices)].count(True)
@@ -500,7 +501,7 @@ class _ThreadCounts:
         with self._lock:
             self._running.remove(each)
             if not self._running:
-                torch_private.clear_dispatch_mode_flags(self._flags)
+                process_wide.clear_dispatch_mode_flags(self._flags)
             wrong_default = not self._running and before != self._default
         if wrong_default:  # an earlier call found another number; a new thread sets it, so that this one keeps its own
             setter = threading.Thread(target=torch.set_num_threads, args=(self._default,))
@@ -575,7 +576,7 @@ class _Worker:
                 # is to be freed at once. So no variable holds the outcome, and the job is popped.
                 outcome = [order.jobs.pop()(order.index)]
                 if order.makes_nodes:
-                    self.num_nodes = torch_private.sequence_number()
+                    self.num_nodes = graph_nodes.sequence_number()
                 order.done.put((order.index, outcome.pop()))
                 del order
 
