@@ -191,6 +191,11 @@ def test_private_calls_of_torch_are_in_one_package():
             assert not private, f"{module}:{node.lineno}: {private} belongs in {PRIVATE}"
 
 
+def test_each_subject_of_private_names_has_a_file_of_tests_with_its_name():
+    folder = Path(__file__).parent / "runtime" / "torch_private"
+    assert {path.stem for path in folder.glob("*.py")} == {f"test_{module.split('.')[-1]}" for module in OF_TORCH}
+
+
 def test_context_managers_leave_exceptions_as_they_are():
     """F1: contextlib's set an attribute of what comes through them."""
     named = {(name, getattr(node, "attr", "")) for name in SOURCES for node in ast.walk(tree_of(name))}
