@@ -38,6 +38,7 @@ import torch
 
 from unisono.distributed.process_group import Communicator
 from unisono.engines.lanes import Lane, LaneOutput, RunBatch
+from unisono.inference.background import Background
 from unisono.inference.batches import hint_for, inputs_of
 from unisono.inference.lane_choice import LaneChoice
 from unisono.primitives import pytree
@@ -51,7 +52,6 @@ from unisono.runtime.streams import current_streams_of, wait_for_makers
 from unisono.runtime.stuck_threads import StuckThreads
 from unisono.runtime.thread_pool import (
     OBJECTS_HAVE_THREADS,
-    Background,
     Outcome,
     as_first_replica,
     free_in_workers,
