@@ -38,10 +38,11 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from unisono.runtime import devices as _devices
-from unisono.runtime import timeline, torch_private
+from unisono.runtime import timeline
 from unisono.runtime.buckets import Bucket, BucketPlan, added, is_plain
 from unisono.runtime.interrupts import uninterruptible
 from unisono.runtime.streams import Copies, current_streams_of, wait_for_makers
+from unisono.runtime.torch_private import engine, foreach, graph_nodes, tensor_objects
 from unisono.runtime.tracebacks import without_own_frames
 
 Gradients: TypeAlias = list[torch.Tensor | None]
@@ -179,7 +180,7 @@ class Collector:
 
     def receive(self, bucket: int, replica: int, gradients: Sequence[torch.Tensor | None]) -> None:
         """Receive the gradients of a bucket of a replica. Called by torch's engine, in any of its threads."""
-        receivers: Receivers = torch_private.seen_in_backward()
+        receivers: Receivers = engine.seen_in_backward()
         if self.frozen:
             gradients = [None if (bucket, replica, n) in self.frozen else each for n, each in enumerate(gradients)]
         has_gradients = bool([gradient for gradient in gradients if gradient is not None])
@@ -190,7 +191,7 @@ class Collector:
             if has_gradients:
                 self.inside.add(Contribution.of(bucket, replica, gradients))
         else:
-            number = torch_private.number_of_backward()
+            number = engine.number_of_backward()
             reduction = backward.reduction if (backward := self.running(number)) is not None else None
             if reduction is not None and reduction.takes_buckets:
                 if has_gradients:  # a single one is a view, perhaps; without its base it may have its memory to itself
@@ -211,11 +212,11 @@ class Collector:
         Args:
             all_reduce: sums these, and what has come beside them, over the ranks; None: there is nothing to be done.
         """
-        self._of_boundaries.setdefault(torch_private.number_of_backward(), []).append((gradients, all_reduce))
+        self._of_boundaries.setdefault(engine.number_of_backward(), []).append((gradients, all_reduce))
 
     def add_of_later(self, contributions: Iterable[Contribution]) -> None:
         """Add what the boundary of a later forward has brought, for the LiveNode."""
-        self._contributions.setdefault(torch_private.number_of_backward(), []).extend(contributions)
+        self._contributions.setdefault(engine.number_of_backward(), []).extend(contributions)
 
     def drop(self) -> None:
         """Forget what backwards that have failed have left. One of another thread may still be on its way here."""
@@ -244,7 +245,7 @@ class Collector:
         Args:
             live_node: the node whose backward runs.
         """
-        number = torch_private.number_of_backward()
+        number = engine.number_of_backward()
         try:
             return self._all_gradients(number, live_node)
         finally:
@@ -308,7 +309,7 @@ def lead_to(ends: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> tu
     As above, torch's engine looks.
     """
     try:
-        torch_private.gradients([_look(*ends)], targets, [_ONE], keep=True)
+        engine.gradients([_look(*ends)], targets, [_ONE], keep=True)
     except _LeadingError as found:
         return found.leading
     return (False,) * len(ends)
@@ -332,7 +333,7 @@ class _Look(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, _: torch.Tensor) -> tuple[None, ...]:
         behind = [[node for node, _ in of_end.next_functions if node is not None] for of_end, _ in ctx.next_functions]
-        raise _LeadingError(tuple([any(map(torch_private.backward_reaches, nodes)) for nodes in behind]))
+        raise _LeadingError(tuple([any(map(engine.backward_reaches, nodes)) for nodes in behind]))
 
 
 _look: Any = super(torch.autograd.Function, _Look).apply  # as in boundary.py
@@ -383,7 +384,7 @@ class OneOrder:
         """Return whether the running backward reaches no later forward whose gradients are still to be summed."""
         if _forward_of(collector) == self._num_forwards:
             return True
-        number = torch_private.number_of_backward()
+        number = engine.number_of_backward()
         return not [each for each in self._to_come(number, collector) if _forward_of(each) > _forward_of(collector)]
 
     def sums(
@@ -403,7 +404,7 @@ class OneOrder:
         if waiting := [each for each in waiting if each.forward <= latest]:
             self._waiting[number] = waiting
         if [each for each in now if each.live is not live] and (
-            torch.is_grad_enabled() or torch_private.backward_is_restricted()
+            torch.is_grad_enabled() or engine.backward_is_restricted()
         ):
             raise RuntimeError(_SEVERAL_MODELS)
         found: list[Gradients] = []
@@ -434,7 +435,7 @@ class OneOrder:
 def _add_to(live: Sequence[torch.Tensor], gradients: Gradients) -> None:
     """Add gradients to those of live tensors, in a backward of its own."""
     given = [(tensor, gradient) for tensor, gradient in zip(live, gradients, strict=True) if gradient is not None]
-    torch_private.run_backward([tensor for tensor, _ in given], [gradient for _, gradient in given], keep=False)
+    engine.run_backward([tensor for tensor, _ in given], [gradient for _, gradient in given], keep=False)
 
 
 def _forward_of(collector: Collector) -> int:
@@ -448,7 +449,7 @@ def _added(one: Gradients, other: Gradients) -> Gradients:
 
 def _will_run(live_node: Any, number: int) -> bool:
     """Return whether the running backward, of this number, has still to come to a LiveNode."""
-    return live_node.collector.latest != number and torch_private.backward_runs(live_node)
+    return live_node.collector.latest != number and engine.backward_runs(live_node)
 
 
 _MOST_WAITING = 16  # backwards, each in a thread of its own; more are of backwards that have failed
@@ -459,7 +460,7 @@ def token_of(collector: Collector) -> torch.Tensor:
     """Return a token for the live tensors of a collector."""
     token: torch.Tensor = LiveNode.apply(collector, *collector.live)  # type: ignore[no-untyped-call]
     if token.grad_fn is not None:
-        torch_private.run_first(token.grad_fn, _FIRST)
+        graph_nodes.run_first(token.grad_fn, _FIRST)
     return token
 
 
@@ -526,7 +527,7 @@ def own_tensors(
     """
     of_node = token, collector.mark, leaf, collector, bucket, replica
     tensors: tuple[torch.Tensor, ...] = BucketNode.apply(*of_node, lambda: tuple(given))  # type: ignore[no-untyped-call]
-    torch_private.run_first(tensors[0].grad_fn, _FIRST)
+    graph_nodes.run_first(tensors[0].grad_fn, _FIRST)
     _collectors[id(collector)] = collector
     if collector.frozen:  # by an earlier forward
         collector.frozen.difference_update([each for each in [*collector.frozen] if each[:2] == (bucket, replica)])
@@ -568,13 +569,13 @@ class Link(NamedTuple):
         # replicas in the same memory would see.
         if parameter.requires_grad and not requires_grad:
             self.collector.frozen.add((self.bucket, self.replica, self.place))
-            torch_private.exchange(parameter, parameter.detach())
+            tensor_objects.exchange(parameter, parameter.detach())
         elif requires_grad and not parameter.requires_grad:
             self.collector.frozen.discard((self.bucket, self.replica, self.place))
             with torch.enable_grad():
                 behind = self.token, self.collector.mark, leaf_on(parameter.device)
                 linked = _Relink.apply(*behind, self, parameter)  # type: ignore[no-untyped-call]
-            torch_private.exchange(parameter, linked)
+            tensor_objects.exchange(parameter, linked)
         return parameter
 
     def pickled(self, protocol: Any) -> Any:
@@ -622,7 +623,7 @@ def is_bucket_node(node: Any) -> bool:
 def skip_hooks_without_gradient(live: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
     """Let hooks of tensors that no replica used not be called, as without a wrapper: no node would lead to them."""
     if without := [n for n, gradient in enumerate(gradients) if gradient is None]:
-        torch_private.skip_hooks_without_gradient([live[n] for n in without])
+        graph_nodes.skip_hooks_without_gradient([live[n] for n in without])
 
 
 def joined_gradients(
@@ -811,8 +812,8 @@ def _sum(total: _Listed, part: _Listed) -> _Listed:
     mine, others = total.gradients, part.gradients
     if len(mine) == 1 and not total.is_own and _can_be_added(mine, others):
         for target, addend in ((mine, others), (others, mine)):
-            if torch_private.is_only_reference(target):  # type: ignore[arg-type]
-                torch_private.add_all_in_place(target, addend)  # type: ignore[arg-type]
+            if tensor_objects.is_only_reference(target):  # type: ignore[arg-type]
+                foreach.add_all_in_place(target, addend)  # type: ignore[arg-type]
                 return _Listed(target, True)
     # The first sum is in new memory: a gradient can be a view of what the caller gave to backward, or of another one.
     # (a.view(-1) + b.view(-1)).backward(g) leaves both gradients in the memory of g.
@@ -823,9 +824,9 @@ def _sum(total: _Listed, part: _Listed) -> _Listed:
     ]
     if len(both) == len(mine):
         if total.is_own:
-            torch_private.add_all_in_place(mine, others)  # type: ignore[arg-type]
+            foreach.add_all_in_place(mine, others)  # type: ignore[arg-type]
             return total
-        return _Listed([*torch_private.add_all(mine, others)], True)  # type: ignore[arg-type]
+        return _Listed([*foreach.add_all(mine, others)], True)  # type: ignore[arg-type]
     return _Listed([*map(added, mine, others)], False)
 
 
