@@ -50,6 +50,9 @@ FAULTS = {
     "no event after the copies": Fault(
         Copies, "_on_copy_streams", "self._last[reader, from_host] = _devices.Event(copy_stream(target, from_host))"
     ),
+    "no event after the parameters": Fault(
+        Copies, "_pass_along", "self._last[hop.reader, False] = _devices.Event(hop.arrives_on)"
+    ),
     "the sum does not wait for the gradients here": Fault(
         Copies, "wait_compute", "_devices.wait_stream(copy_stream(target), here)"
     ),

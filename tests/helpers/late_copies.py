@@ -43,15 +43,16 @@ class LateCopies(Copies):
 
     def fill(
         self,
-        memory: Sequence[torch.Tensor],
+        memories: Sequence[Sequence[torch.Tensor]],
         values: Sequence[torch.Tensor],
-        reader: int,
-        readers_before: Iterable[Event] = (),
+        readers: Sequence[int],
+        readers_before: Sequence[Iterable[Event]],
     ) -> None:
-        for to, value in zip(memory, values, strict=True):
-            to.fill_(float("nan") if to.is_floating_point() or to.is_complex() else 77)
-            with self._lock:
-                self._pending.append((reader, to, value))
+        for reader, memory in zip(readers, memories, strict=True):
+            for to, value in zip(memory, values, strict=True):
+                to.fill_(float("nan") if to.is_floating_point() or to.is_complex() else 77)
+                with self._lock:
+                    self._pending.append((reader, to, value))
 
     def _make(self, reader: int | None = None) -> None:
         with self._lock, torch.no_grad():

@@ -7,8 +7,8 @@ caller's thread. From these its graphs are made anew, and then the backward runs
 that takes no longer than one of them would, and their sums begin anew, too.
 
 The replica that ran out of memory then runs its shard in parts of half as many rows (parts.py). How many rows fit in
-each replica's memory, by its number, is remembered in `row_limits`, which belongs to the model's `StepMemory`. Each time
-it is logged why a step was run again, and what that took.
+each replica's memory, by its number, is remembered in `row_limits`, which belongs to the model's `StepMemory`. Each
+time it is logged why a step was run again, and what that took.
 
 Assumes that forward has no effects outside the module: they happen twice. The random numbers of `random` and `numpy`
 are not repeated.

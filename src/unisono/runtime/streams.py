@@ -13,6 +13,10 @@ after it. So each accelerator gets streams for copies only, one for copies from 
         memory.
 
 `fill` copies into memory that stays. The copy waits for the events that its owner gives: those after the last readers.
+For several readers the copies go along a chain, so that each link carries the values once, whatever the number of
+devices. A device receives on one stream and sends on another, both at once:
+
+    values ──► device 1: piece k arrives ──► device 2: piece k - 1 ──► device 3: piece k - 2
 
 The driver would copy pageable memory in the calling thread, after everything that the stream has queued; such tensors
 are first copied into pinned memory of our own. Devices that compute on the host have no streams: they copy at once.
@@ -28,6 +32,7 @@ writes into the caller's pinned memory.
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from typing import NamedTuple
 
 import torch
 
@@ -35,6 +40,18 @@ from unisono.runtime import devices as _devices
 from unisono.runtime.buckets import is_plain
 from unisono.runtime.contexts import contextmanager
 from unisono.runtime.errors import note_failure_after
+
+_PIECE_BYTES = 4 << 20  # that a device sends on at once: short beside the whole, long beside the launch of a copy
+
+
+class _Hop(NamedTuple):
+    """A device on the way of values along a chain."""
+
+    reader: int
+    device: torch.device
+    memory: Sequence[torch.Tensor]
+    arrives_on: torch.Stream
+    leaves_on: torch.Stream | None  # None: to no other device
 
 
 class Copies:
@@ -103,40 +120,75 @@ class Copies:
 
     def fill(
         self,
-        memory: Sequence[torch.Tensor],
+        memories: Sequence[Sequence[torch.Tensor]],
         values: Sequence[torch.Tensor],
-        reader: int,
-        readers_before: Iterable[_devices.Event] = (),
+        readers: Sequence[int],
+        readers_before: Sequence[Iterable[_devices.Event]],
     ) -> None:
-        """Copy plain tensors into memory on the reader's device; the copies may still be in flight.
+        """Copy plain tensors into memory on each reader's device; the copies may still be in flight.
 
-        No call takes new memory because earlier copies have not run yet: `memory` stays, and `values` stay until the
+        No call takes new memory because earlier copies have not run yet: the memory stays, and `values` stay until the
         block ends, when the stream that made them, the calling thread's, waits for the copies.
 
         Args:
-            memory, values: pairs of one form each. All values are on one device, and made for this.
-            readers_before: after the work that has read from the memory so far.
+            memories: of each reader: tensors of the forms of the values.
+            values: all on one device, and made for this.
+            readers_before: of each reader: after the work that has read from its memory so far.
         """
-        target, source = self._devices[reader], values[0].device
-        if not _devices.has_streams(target):
-            for to, value in zip(memory, values, strict=True):
-                _devices.copy_into(to, value)
-            return
+        source = values[0].device
         from_host = _devices.is_cpu(source)
-        if from_host:
+        hops: list[_Hop] = []
+        for reader, memory, before in zip(readers, memories, readers_before, strict=True):
+            target = self._devices[reader]
+            if not _devices.has_streams(target):
+                for to, value in zip(memory, values, strict=True):
+                    _devices.copy_into(to, value)
+                continue
+            sends_on = not from_host and reader != readers[-1]
+            hop = _Hop(
+                reader, target, memory, copy_stream(target, from_host), _send_stream(target) if sends_on else None
+            )
+            for event in before:
+                event.let_wait(hop.arrives_on)
+            for to in memory:  # for the day when it is freed; a stream is noted once, however often this is called
+                for stream in {hop.arrives_on, hop.leaves_on or hop.arrives_on, self._computing[target]}:
+                    to.record_stream(stream)
+            hops.append(hop)
+        if from_host and hops:
             values = [torch.empty_like(value, pin_memory=True).copy_(value) for value in values]
-        else:
+            for hop in hops:
+                with self._on_copy_streams(hop.reader, hop.device, from_host):
+                    for to, value in zip(hop.memory, values, strict=True):
+                        _devices.copy_into(to, value, wait=False)
+        elif hops:
             self._read_from(source)
             self._made.append((torch.accelerator.current_stream(source), values))
-        with self._on_copy_streams(reader, target if from_host else source, from_host):
-            stream = copy_stream(target, from_host)
-            for event in readers_before:
-                event.let_wait(stream)
-            for to, value in zip(memory, values, strict=True):
-                # For the day when it is freed; a stream is noted once, however often this is called.
-                to.record_stream(stream)
-                to.record_stream(self._computing[target])
-                _devices.copy_into(to, value, wait=False)
+            self._pass_along(values, hops)
+
+    def _pass_along(self, values: Sequence[torch.Tensor], hops: Sequence["_Hop"]) -> None:
+        """Copy values along a chain: each device sends on what has arrived there, while the next piece arrives."""
+        for k, value in enumerate(values):
+            size = value.numel() if len(hops) == 1 else max(1, _PIECE_BYTES // value.itemsize)
+            of_each = [torch.split(flat, size) for flat in [value, *[hop.memory[k] for hop in hops]]]
+            for piece, *in_memory in zip(*of_each, strict=True):
+                leaves_on: torch.Stream | None = copy_stream(value.device)
+                arrived = None
+                for hop, to in zip(hops, in_memory, strict=True):
+                    streams = [hop.arrives_on]
+                    if leaves_on is not None and leaves_on.device != hop.device:
+                        streams.append(leaves_on)
+                    with self._lock, _devices.using(hop.device, streams):
+                        if arrived is not None:
+                            arrived.let_wait(streams[-1])
+                        _devices.copy_into(to, piece, wait=False)
+                        arrived = None if hop.leaves_on is None else _devices.Event(hop.arrives_on)
+                    piece, leaves_on = to, hop.leaves_on
+        for hop in hops:
+            if hop.leaves_on is not None:
+                # Forward may write into buffers, and the next step into all of it, which this device sends on first.
+                _devices.wait_stream(hop.arrives_on, hop.leaves_on)
+            with self._lock:
+                self._last[hop.reader, False] = _devices.Event(hop.arrives_on)
 
     def computing_on(self, reader: int) -> torch.Stream | None:
         """Return the stream on which a reader computes; None where it has none."""
@@ -303,13 +355,22 @@ def _with_memory(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
             yield from (tensor._indices(), tensor._values())
 
 
-_streams: dict[tuple[torch.device, bool], torch.Stream] = {}
+_streams: dict[tuple[torch.device, str], torch.Stream] = {}
 _streams_lock = threading.Lock()
 
 
 def copy_stream(device: torch.device, from_host: bool = False) -> torch.Stream:
     """Return the stream of an accelerator for copies from the host, or for all others."""
+    return _stream(device, "from the host" if from_host else "copies")
+
+
+def _send_stream(device: torch.device) -> torch.Stream:
+    """Return the stream of an accelerator that sends on what has arrived there."""
+    return _stream(device, "sends")
+
+
+def _stream(device: torch.device, does: str) -> torch.Stream:
     with _streams_lock:
-        if (device, from_host) not in _streams:
-            _streams[device, from_host] = torch.Stream(device)
-        return _streams[device, from_host]
+        if (device, does) not in _streams:
+            _streams[device, does] = torch.Stream(device)
+        return _streams[device, does]
