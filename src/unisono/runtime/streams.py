@@ -70,53 +70,62 @@ class Copies:
         self._computing = {stream.device: stream for stream in _devices.current_streams(devices)}
         self._lock = threading.RLock()  # around a copy on a copy stream and the event after it
         self._last: dict[tuple[int, bool], _devices.Event] = {}  # after a reader's last copy, from the host or not
-        self._sources: dict[torch.device, torch.Stream] = {}  # copy streams that have read from these devices
+        # The copy streams for which the calling thread's streams on these devices wait when the block ends.
+        self._ending: dict[torch.device, torch.Stream] = {}
         self._of_callers_memory: list[_devices.Event] = []  # after copies from the caller's pinned memory
         # What was made to be copied, with the stream on which it was made; kept until the block ends.
         self._made: list[tuple[torch.Stream, Sequence[torch.Tensor]]] = []
+        self._sent: list[torch.Tensor] = []  # by `pass_on`; kept until the block ends
 
     def to(self, tensor: torch.Tensor, reader: int) -> torch.Tensor:
         """Return a copy of `tensor` on the reader's device, for its computation; it may still be in flight."""
-        copy = self.to_add(tensor, reader)
-        if is_plain(copy) and _devices.has_streams(copy.device):
-            copy.record_stream(self._computing[copy.device])
-        return copy
-
-    def to_add(self, tensor: torch.Tensor, reader: int, *, is_made_for_this: bool = False) -> torch.Tensor:
-        """Return a copy of `tensor` on the reader's device for work on the copy stream; it may still be in flight.
-
-        Args:
-            is_made_for_this: whether it was made by the calling thread, on the stream that is current now. It stays
-                until the block ends, when that stream waits for the copy. So a host that runs ahead takes no new memory
-                for the next one, as it would where only the allocator knows of the copy.
-        """
         target, source = self._devices[reader], tensor.device
         if not _devices.has_streams(target) or not is_plain(tensor):
             return _devices.copied_to(tensor, target)
         from_host = _devices.is_cpu(source)
         of_caller = from_host and tensor.is_pinned()
-        if from_host:
-            if not of_caller:
-                tensor = torch.empty_like(tensor, pin_memory=True).copy_(tensor)
-        elif is_made_for_this:
-            self._read_from(source)
-            self._made.append((torch.accelerator.current_stream(source), [tensor]))
-        else:
+        if not from_host:
             tensor.record_stream(self._read_from(source))
+        elif not of_caller:
+            tensor = torch.empty_like(tensor, pin_memory=True).copy_(tensor)
         with self._on_copy_streams(reader, target if from_host else source, from_host):
             copy = _devices.copied_to(tensor, target, wait=False)
             if of_caller:
                 self._of_callers_memory.append(_devices.Event(copy_stream(target, from_host)))
+        copy.record_stream(self._computing[target])
         return copy
 
     def keep(self, tensor: torch.Tensor) -> None:
         """Keep what the calling thread has made on a device, for work on that device's copy stream.
 
-        It stays until the block ends. Before, that work has to be waited for on the stream that is current then.
+        It stays until the block ends, when the stream that is current waits for that work. So a host that runs ahead
+        takes no new memory for the next one, as it would where only the allocator knows of the work.
         """
         device = tensor.device
         if _devices.has_streams(device):
             self._made.append((torch.accelerator.current_stream(device), [tensor]))
+            with self._lock:
+                self._ending[device] = copy_stream(device)
+
+    def pass_on(self, tensor: torch.Tensor, reader: int) -> torch.Tensor:
+        """Return a copy, for the reader's copy stream, of what another device's copy stream makes; perhaps in flight.
+
+        The other device sends on a stream of its own, so that it can receive meanwhile.
+        """
+        source, target = tensor.device, self._devices[reader]
+        streams = []
+        if _devices.has_streams(source):
+            streams = [_send_stream(source)]
+            _devices.wait_stream(streams[0], copy_stream(source))
+            self._sent.append(tensor)
+        if not _devices.has_streams(target):
+            with _devices.using(source, streams):
+                return _devices.copied_to(tensor, target)
+        with self._lock, _devices.using(target, [*streams, copy_stream(target)]):
+            copy = _devices.copied_to(tensor, target, wait=False)
+            self._last[reader, False] = _devices.Event(copy_stream(target))
+            self._ending[target] = copy_stream(target)
+        return copy
 
     def fill(
         self,
@@ -199,7 +208,7 @@ class Copies:
         stream = copy_stream(source)
         _devices.wait_stream(stream, torch.accelerator.current_stream(source))  # (1)
         with self._lock:
-            self._sources[source] = stream
+            self._ending[source] = stream
         return stream
 
     @contextmanager
@@ -248,15 +257,17 @@ class Copies:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        if not (self._computing or self._sources or self._made):  # on the CPU
+        if not (self._computing or self._ending or self._made):  # on the CPU
             return
         with self._lock:
-            sources = list(self._sources.items())
+            ending = list(self._ending.items())
         try:
-            for source, stream in sources:
-                _devices.wait_stream(torch.accelerator.current_stream(source), stream)  # (3)
+            for device in {tensor.device for tensor in self._sent}:
+                _devices.wait_stream(copy_stream(device), _send_stream(device))
+            for device, stream in ending:
+                _devices.wait_stream(torch.accelerator.current_stream(device), stream)  # (3)
             for made_on in {made_on for made_on, _ in self._made}:
-                if kind is not None or made_on != torch.accelerator.current_stream(made_on.device):
+                if made_on != torch.accelerator.current_stream(made_on.device):
                     _devices.wait_stream(made_on, copy_stream(made_on.device))
             for event in self._of_callers_memory:
                 event.wait()
@@ -264,6 +275,7 @@ class Copies:
             note_failure_after(error, other, "waiting for copies")
         finally:
             self._made.clear()
+            self._sent.clear()
 
     def record_stream(self, tensor: torch.Tensor, reader: int) -> None:
         """Keep the memory of what was made on the reader's copy stream until its computation is done with it."""
