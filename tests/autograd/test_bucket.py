@@ -219,13 +219,13 @@ def test_a_kept_graph_runs_backward_again(reduce: Reduce) -> None:
 def test_a_bucket_is_summed_while_backward_runs(reduce: Reduce, monkeypatch: pytest.MonkeyPatch) -> None:
     """N10: the last parameters first. What is missing is not waited for, and is not copied."""
     copied: list[int] = []
-    to_add = Copies.to_add
+    pass_on = Copies.pass_on
 
     def noting(self: Copies, tensor: torch.Tensor, reader: int) -> torch.Tensor:
         copied.append(tensor.numel())
-        return to_add(self, tensor, reader)
+        return pass_on(self, tensor, reader)
 
-    monkeypatch.setattr(Copies, "to_add", noting)
+    monkeypatch.setattr(Copies, "pass_on", noting)
     replicas = Replicas.of(zeros(4), 2)
     first, second = replicas.own
     ready: list[tuple[int, list[list[float] | None]]] = []

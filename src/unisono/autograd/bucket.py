@@ -645,10 +645,12 @@ class BucketSums:
     """The sums of the replicas' gradients in one backward, bucket by bucket. Replicas add from several threads.
 
     Guarantees
-        - The order of additions does not depend on which replica is faster: first every replica's first contribution
-          in replica order, then every second one, and so on. So runs repeat bit for bit. (A bucket gets several
-          contributions of a replica where backward is called inside backward, as reentrant activation checkpointing
-          does.)
+        - The order of additions does not depend on which replica is faster: first every replica's first contribution,
+          then every second one, and so on. So runs repeat bit for bit. (A bucket gets several contributions of a
+          replica where backward is called inside backward, as reentrant activation checkpointing does.) On one device
+          they are added in replica order. On several, along a chain from the last replica to the first: each device
+          adds its own to what arrives, and sends the sum on. So each link carries a bucket once, whatever the number of
+          devices, and what a replica has still to add stays on its device.
         - A replica that contributes nothing delays the sum until backward ends, and no longer.
 
     Args:
@@ -668,7 +670,9 @@ class BucketSums:
         on_ready: OnReady | None = None,
     ) -> None:
         self._plan, self._devices, self._on_ready = plan, devices, on_ready
-        self._copies = Copies(plan.sources) if is_flat else None
+        self._at = [*plan.sources, *devices]  # the readers' devices
+        self._copies = Copies(self._at) if is_flat else None
+        self._order = range(len(devices)) if len({*devices}) == 1 else range(len(devices))[::-1]
         self._buckets = [_InTurn(len(devices)) for _ in plan.numbers]
         self._beside: list[Contribution] = []  # gradients that are in no flat tensor
         self._ending = False
@@ -689,13 +693,13 @@ class BucketSums:
         with timeline.during(timeline.REDUCE) if timeline.recording else _NOTHING:
             turns = self._buckets[b]
             with turns.lock:
-                turns.waiting[replica].append(self._part(b, replica, gradients))
+                turns.waiting[self._order[replica]].append(self._part(b, replica, gradients))
                 del gradients
                 while turns.waiting[turns.turn]:
                     self._add_next(b)
 
     def end(self) -> Gradients:
-        """Add what still waits; return the sum of each parameter's gradients, for the calling thread's streams.
+        """Add what still waits; return the sum of each parameter's gradients, which are there when the block ends.
 
         To be called with gradients off.
         """
@@ -704,9 +708,8 @@ class BucketSums:
         for b, turns in enumerate(self._buckets):
             while any(turns.waiting):
                 self._add_next(b)
-        if self._copies is not None:
-            for reader, _ in enumerate(self._plan.sources):
-                self._copies.wait_copies(reader)
+            if self._copies is not None and turns.total is not None:
+                turns.total = self._on(self._plan.source[b], turns.total)
         for b, turns in enumerate(self._buckets):
             if turns.total is not None:
                 if self._copies is not None and turns.total.flat is not None:
@@ -725,11 +728,12 @@ class BucketSums:
         turns.turn = (turns.turn + 1) % len(turns.waiting)
         if waiting:
             part = waiting.popleft()
-            if turns.total is None:
-                turns.total = part
+            if self._copies is None:
+                turns.total = part if turns.total is None else _sum(turns.total, part)
             else:
-                with self._where_sums_are(b):
-                    turns.total = _flat_sum(turns.total, part) if self._copies else _sum(turns.total, part)
+                turns.total = part if turns.total is None else self._flat_sum(turns.total, part)
+                next_device = self._devices[self._order[turns.turn]] if turns.turn else self._plan.source[b]
+                turns.total = self._on(next_device, turns.total)
         if self._on_ready is not None and turns.turn == 0 and not self._ending and turns.total is not None:
             total, turns.total = turns.total, None
             if self._copies is None:
@@ -759,19 +763,28 @@ class BucketSums:
                 return _Flat(None, None)
         bucket = self._plan.part(b, [gradient is not None for gradient in gradients])
         flat = bucket.flat(dict(zip(bucket.numbers, given, strict=True)))
-        source, reader = self._plan.source[b], self._reader(b)
-        if flat.device != source:
-            flat = self._copies.to_add(flat, reader, is_made_for_this=True)
-        else:
-            self._copies.wait_compute(reader)
-            self._copies.keep(flat)
+        self._copies.wait_compute(self._at.index(flat.device))
+        self._copies.keep(flat)
         return _Flat(bucket, flat)
 
     def _reader(self, b: int) -> int:
-        return self._plan.sources.index(self._plan.source[b])
+        return self._at.index(self._plan.source[b])
 
-    def _where_sums_are(self, b: int) -> AbstractContextManager[None]:
-        return _NOTHING if self._copies is None else self._copies.on_copy_stream(self._reader(b))
+    def _on(self, device: torch.device, total: "_Flat") -> "_Flat":
+        """Return a sum on a device."""
+        assert self._copies is not None
+        if total.flat is None or total.flat.device == device:
+            return total
+        return _Flat(total.bucket, self._copies.pass_on(total.flat, self._at.index(device)))
+
+    def _flat_sum(self, total: "_Flat", part: "_Flat") -> "_Flat":
+        """Return the sum of two parts, on the device of the second one."""
+        if total.flat is None or part.flat is None:
+            return part if total.flat is None else total
+        assert self._copies is not None
+        total = self._on(part.flat.device, total)
+        with self._copies.on_copy_stream(self._at.index(part.flat.device)):
+            return _flat_sum(total, part)
 
     def _gradients(self, b: int, total: Any) -> Sequence[torch.Tensor | None]:
         if self._copies is None:
@@ -842,20 +855,20 @@ def _can_be_added(mine: Gradients, others: Gradients) -> bool:
 
 
 def _flat_sum(total: _Flat, part: _Flat) -> _Flat:
-    """Return the sum of two parts in replica order, in the memory of the first one."""
-    if total.bucket is None or part.bucket is None or total.flat is None or part.flat is None:
-        return part if total.bucket is None else total
+    """Return the sum of two parts on one device, in the memory of the second one if they have the same parameters."""
+    assert total.bucket is not None
+    assert part.bucket is not None
+    assert total.flat is not None
+    assert part.flat is not None
     if total.bucket is part.bucket:
-        total.flat.add_(part.flat)
-        return total
+        part.flat.add_(total.flat)
+        return part
     forms = dict(chain(total.bucket.items, part.bucket.items))
     bucket = replace(total.bucket, items=tuple(forms.items()))
-    flat = torch.zeros(bucket.num_entries, dtype=bucket.dtype, device=bucket.device)
+    flat = torch.zeros(bucket.num_entries, dtype=bucket.dtype, device=part.flat.device)
     pieces = bucket.pieces(flat)
-    for each in (total, part):
-        assert each.bucket is not None
-        assert each.flat is not None
-        for n, piece in each.bucket.pieces(each.flat).items():
+    for of, values in ((total.bucket, total.flat), (part.bucket, part.flat)):
+        for n, piece in of.pieces(values).items():
             pieces[n].add_(piece)
     return _Flat(bucket, flat)
 
