@@ -459,10 +459,6 @@ class AllReduceWork:
         self._communicator, self._work, self._tensor, self._doing = communicator, work, tensor, doing
         self._group, self._comparison = group, comparison
 
-    def is_completed(self) -> bool:
-        """Return whether `wait` would return at once."""
-        return bool(self._work.is_completed())
-
     def wait(self) -> torch.Tensor:
         """Wait; return the sum.
 
