@@ -15,6 +15,12 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+from torch import nn
+
+import unisono
+from unisono.console.tables import table
+
 _STEPS = 4  # of which the last is measured
 _WIDTH, _LAYERS = 2560, 4  # 105 MB
 _GOALS = "goals: 1.1 P each way, 1.5 P of memory; the last replica of eight waits at most 1.5 times as long as of two"
@@ -37,18 +43,15 @@ def main() -> None:
     os.environ.update(QUEUED_DEVICES=str(max(options.devices)), QUEUED_POISON="0", OMP_NUM_THREADS="1")
     sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
-    import async_device
-    import torch
-
-    from unisono.console.tables import table
+    import async_device  # it reads the variables
 
     size = 4 * _LAYERS * _WIDTH**2
-    plain = step(1, async_device, torch).peak
+    plain = step(1, async_device.C).peak
     rows, worst_link, worst_peak = [], 0.0, 0.0
     for number in options.devices:
-        carried = step(number, async_device, torch)
+        carried = step(number, async_device.C)
         async_device.C.set_link_speed(options.speed)
-        starts = [seconds * options.speed * 1e6 / size for seconds in step(number, async_device, torch).starts]
+        starts = [seconds * options.speed * 1e6 / size for seconds in step(number, async_device.C).starts]
         async_device.C.set_link_speed(0)
         links = [bytes_ / size for each in zip(carried.sent, carried.received, strict=True) for bytes_ in each]
         peak = (carried.peak - plain) / size
@@ -63,18 +66,16 @@ def main() -> None:
     print(f"first device: at most {worst_link:.2f} P each way, peak {worst_peak:.2f} P")
 
 
-def step(number: int, async_device: Any, torch: Any) -> Found:
+def step(number: int, queued: Any) -> Found:
     """Return what the last of some training steps on so many devices needs."""
-    import unisono
-
     devices = [torch.device(f"queued:{index}") for index in range(number)]
     moments: dict[int, float] = {}
 
-    class Net(torch.nn.Module):
+    class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            layers = [torch.nn.Linear(_WIDTH, _WIDTH, bias=False) for _ in range(_LAYERS)]
-            self.layers = torch.nn.Sequential(*layers)
+            layers = [nn.Linear(_WIDTH, _WIDTH, bias=False) for _ in range(_LAYERS)]
+            self.layers = nn.Sequential(*layers)
 
         def forward(self, x: Any) -> Any:
             if is_timed:
@@ -92,12 +93,12 @@ def step(number: int, async_device: Any, torch: Any) -> Found:
             torch.accelerator.synchronize(device)
         model.zero_grad()
         torch.accelerator.memory.reset_peak_memory_stats(devices[0])
-        async_device.C.take_link_bytes()
+        queued.take_link_bytes()
         began = time.perf_counter()
         model(inputs).square().mean().backward()
         for device in devices:
             torch.accelerator.synchronize(device)
-    sent, received = zip(*async_device.C.take_link_bytes()[:number], strict=True)
+    sent, received = zip(*queued.take_link_bytes()[:number], strict=True)
     starts = [moments[index] - began for index in range(1, number)]
     peak = torch.accelerator.memory.max_memory_allocated(devices[0])
     return Found([*sent], [*received], peak, starts)
