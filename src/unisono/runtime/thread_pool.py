@@ -301,7 +301,7 @@ def as_first_replica(devices: Sequence[torch.device], state: ThreadState) -> Ite
 
 def inside_replica() -> bool:
     """Return whether the calling thread is running a replica's task, or nodes of its graph (`OF_REPLICAS`)."""
-    return _thread.replica_device is not None or OF_REPLICAS in engine.seen_in_backward()
+    return _thread.replica_device is not None or (engine.sees_anything() and OF_REPLICAS in engine.seen_in_backward())
 
 
 def replica_device() -> torch.device | None:
