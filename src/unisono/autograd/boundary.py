@@ -37,7 +37,7 @@ of the first forward: nothing is computed again, no buffer is written and no ran
 import threading
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import compress, repeat
 from typing import Any, TypeAlias, TypeVar
@@ -374,10 +374,7 @@ def _differentiable_backward(
     """Return the gradients of some inputs, or outputs, as outputs of one more boundary."""
     args = incoming.grads, incoming.totals, wanted, refused
     run = partial(graphs.differentiable_backward, *args, of_outputs=of_outputs)
-    replay = graphs.replay
-    higher, gradients = run() if replay is None else replay.run(graphs, run)
-    if replay is not None:
-        higher = replace(higher, replay=replay.of_gradients(graphs, lambda: run()[0]))
+    higher, gradients = run() if graphs.replay is None else graphs.replay.run(graphs, run)
     if not [each for each in gradients if each is not None]:
         return [None] * len(gradients)
     results = iter(join(higher))

@@ -81,9 +81,6 @@ class Repeater(Protocol):
 
     def run(self, graphs: "ReplicaGraphs", backward: Callable[[], T]) -> T: ...
 
-    def of_gradients(self, graphs: "ReplicaGraphs", make: Callable[[], "ReplicaGraphs"]) -> "Repeater":
-        """Return that of the graphs of the gradients of `graphs`, which `make` makes."""
-
 
 class Joined(NamedTuple):
     """An output that lies on the way to others, as the caller has it. It is not kept alive."""

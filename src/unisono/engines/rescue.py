@@ -7,8 +7,8 @@ caller's thread. From these its graphs are made anew, and then the backward runs
 that takes no longer than one of them would, and their sums begin anew, too.
 
 The replica that ran out of memory then runs its shard in parts of half as many rows (parts.py). How many rows fit in
-each replica's memory, by its number, is remembered in `row_limits`, which belongs to the model's `StepMemory`. Each time
-it is logged why a step was run again, and what that took.
+each replica's memory, by its number, is remembered in `row_limits`, which belongs to the model's `StepMemory`. The log
+says each time why a step was run again, and what that took.
 
 Assumes that forward has no effects outside the module: they happen twice. The random numbers of `random` and `numpy`
 are not repeated.
@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import chain, compress
 from operator import attrgetter
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -92,38 +92,6 @@ def run_rescued(
             return result
 
 
-class Repeatable(NamedTuple):
-    """Graphs that can be made anew, and whose backward can therefore be run again."""
-
-    # As in `run_rescued`.
-    row_limits: dict[int, int]
-    plan: StepPlan
-    module: nn.Module
-    renew: Callable[[ReplicaGraphs], None]  # makes the graphs that it is given anew
-    why_not: Callable[[], str | None]  # tells why they cannot be made anew, if that is so
-
-    def run(self, graphs: ReplicaGraphs, backward: Callable[[], T]) -> T:
-        """Run a backward of the graphs, again after each time that a replica has run out of memory."""
-
-        def run(has_failed: bool) -> T:
-            if has_failed:
-                self.renew(graphs)
-            return backward()
-
-        return run_rescued(self.row_limits, self.plan, self.module, run, self.why_not)
-
-    def of_gradients(self, graphs: ReplicaGraphs, make: Callable[[], ReplicaGraphs]) -> "Repeatable":
-        """Return that of the graphs of the gradients of `graphs`, which `make` makes."""
-
-        def renew(higher: ReplicaGraphs) -> None:
-            higher.drop()
-            self.renew(graphs)
-            with torch.enable_grad():
-                higher.take_from(make())
-
-        return self._replace(renew=renew)
-
-
 class Replay:
     """What a forward began with, and how to make its graphs anew.
 
@@ -161,9 +129,15 @@ class Replay:
         self._buffers = buffers
         self._graphs: ReplicaGraphs | None = None  # those that failed
 
-    def repeatable(self) -> Repeatable:
-        """Return what runs a backward of the forward's graphs again."""
-        return Repeatable(self._row_limits, self._call.plan, self._module, self._renew, self._why_not)
+    def run(self, graphs: ReplicaGraphs, backward: Callable[[], T]) -> T:
+        """Run a backward of the forward's graphs, again after each time that a replica has run out of memory."""
+
+        def run(has_failed: bool) -> T:
+            if has_failed:
+                self._renew(graphs)
+            return backward()
+
+        return run_rescued(self._row_limits, self._call.plan, self._module, run, self._why_not)
 
     def forward_has_run(self) -> None:
         """Take note of the parameters with which it ran."""

@@ -491,7 +491,7 @@ class Step:
             on_release=self._replicas.end_backward,
             on_backward=self._replicas.backward_has_run if self._replicas.writes is not None else None,
             sync_context=call.sync_context,
-            replay=None if self._replay is None or self._again is not None else self._replay.repeatable(),
+            replay=self._replay if self._again is None else None,
             step=self._step,
             is_in_parts=self._is_in_parts,
             buffers=self._buffers_in_backward,
