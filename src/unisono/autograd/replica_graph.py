@@ -35,7 +35,7 @@ from unisono.primitives.parallel_apply import values_or_raise
 from unisono.primitives.placements import Replicate, Single, WeightedSum
 from unisono.runtime import devices as _devices
 from unisono.runtime import timeline, torch_private
-from unisono.runtime.errors import ReplicaNames, add_note, text_of
+from unisono.runtime.errors import ReplicaNames
 from unisono.runtime.stand_ins import StandIns, while_running
 from unisono.runtime.streams import keep_for_reader
 from unisono.runtime.thread_pool import OBJECTS_HAVE_THREADS, PassContext, free_in_workers, one_pass, run_together
@@ -59,11 +59,6 @@ _REENTRANT = (
     "backward() without inputs and create_graph."
 )
 
-_KEPT_GRAPHS = (
-    "an input is an object of a class that unisono does not know. Its tensors may have a graph that all "
-    "replicas share, so backward must keep the graphs. Give its tensors and numbers as separate inputs; or "
-    "set torch._functorch.config.donated_buffer = False before you compile the module."
-)
 _NO_GRADIENT = (
     "the gradient of {ends} by {name} was asked for (by torch.autograd.grad, retain_grad or a hook). Both are outputs "
     "of the module, and {reason}. Compute what needs this gradient in forward and return it, or wrap the part of the "
@@ -386,12 +381,7 @@ class ReplicaGraphs:
         leaves = dict(enumerate([leaf.tensors for leaf in self.leaves]))
 
         def compute(ends: Tensors, tensors: Tensors, end_grads: Tensors) -> Sequence[torch.Tensor | None]:
-            try:
-                return torch_private.gradients(ends, [*marks, *tensors], end_grads, keep=keep)[len(marks) :]
-            except RuntimeError as error:
-                if self.keep and "donated buffers" in text_of(error):
-                    add_note(error, _KEPT_GRAPHS)
-                raise
+            return torch_private.gradients(ends, [*marks, *tensors], end_grads, keep=keep)[len(marks) :]
 
         def backward_of(replicas: Sequence[int]) -> None:
             started = time.perf_counter()

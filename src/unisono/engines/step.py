@@ -487,7 +487,7 @@ class Step:
             outputs=outputs,
             captured=captured,
             passes=self._passes,
-            keep=(self._tracked and plan.carries_objects) or bool(captured.earlier),
+            keep=bool(captured.earlier),
             on_release=self._replicas.end_backward,
             on_backward=self._replicas.backward_has_run if self._replicas.writes is not None else None,
             sync_context=call.sync_context,
