@@ -178,10 +178,7 @@ class _Level(torch.autograd.Function):
 
 
 class _Replicas(torch.autograd.Function):
-    """(2) The node of the replicas: `_link_replicas(graphs, incoming, *tokens, *leaves, *earlier)`, the outputs' token.
-
-    `earlier` are the tokens of earlier forwards into whose graphs these go on.
-    """
+    """(2) The node of the replicas: `_link_replicas(graphs, incoming, *tokens, *leaves)`, the outputs' token."""
 
     @staticmethod
     def forward(ctx: Any, graphs: ReplicaGraphs, incoming: _OfBackwards, *linked: torch.Tensor) -> torch.Tensor:
@@ -234,7 +231,7 @@ def _backward(ctx: Any, incoming: _Incoming) -> tuple[torch.Tensor | None, ...]:
     higher, needed = torch.is_grad_enabled(), graphs.needed_inputs(ctx)
     # Losses that left forward in another way go through the same graphs in this backward, later.
     others_follow = graphs.buckets_will_run()
-    keep = graphs.are_needed_later or torch_private.backward_keeps_graph()
+    keep = graphs.keep or torch_private.backward_keeps_graph()
     on_backward, graphs.on_backward = graphs.on_backward, None
     if others_follow and not graphs.on_host and graphs.has_module_hooks():
         raise RuntimeError(_MODULE_HOOKS)
@@ -269,12 +266,12 @@ def _backward(ctx: Any, incoming: _Incoming) -> tuple[torch.Tensor | None, ...]:
         raise
     if on_backward is not None and not torch_private.call_at_end_of_backward(on_backward):
         on_backward()
-    start, num_earlier = 0, len(graphs.captured.earlier)
+    start = 0
     for collector in ctx.collectors[:-1]:
         collector.add_of_boundary(found[start : start + len(collector.live)])
         start += len(collector.live)
     ctx.collectors[-1].add_of_boundary(summed, all_reduce)
-    return (*nothing[: 2 + len(ctx.collectors)], *found[start:first], *nothing[:num_earlier])
+    return (*nothing[: 2 + len(ctx.collectors)], *found[start:first])
 
 
 def _nothing() -> None:
@@ -313,7 +310,7 @@ def _gradients_of_lower(
         options: Any = {
             "outputs": wanted,
             "totals": incoming.totals,
-            "keep": goes_on or graphs.are_needed_later or torch_private.backward_keeps_graph(),
+            "keep": goes_on or graphs.keep or torch_private.backward_keeps_graph(),
             "in_device_thread": incoming.is_in_device_thread(),
             "checkpoints": not (is_sure and is_restricted),  # else a reentrant one is an error, as torch's
         }
@@ -339,8 +336,7 @@ def join(graphs: ReplicaGraphs) -> Sequence[torch.Tensor]:
         return [each.join(each.tensors) for each in graphs.outputs]
     incoming: _OfBackwards = {}
     tokens = [group.token for group in graphs.groups]
-    earlier = [token for _, token in graphs.captured.earlier]
-    token = _link_replicas(graphs, incoming, *tokens, *[leaf.live for leaf in graphs.leaves], *earlier)
+    token = _link_replicas(graphs, incoming, *tokens, *[leaf.live for leaf in graphs.leaves])
     # Losses that left forward in another way lead to the replicas' graphs directly. A backward of both goes through the
     # boundary first, which then keeps these graphs: its nodes are made after theirs, in whatever thread those were.
     if graphs.on_way:

@@ -154,7 +154,6 @@ class Collector:
 
     Attributes:
         mark: the leaf behind its bucket nodes.
-        is_earlier: whether the graphs of a later forward lead to its bucket nodes.
         inside: has those of a backward inside forward while forward runs, else None.
         over_ranks: what sums gradients over ranks that no boundary has summed; None: there are no other ranks.
         latest: the number of the latest backward in which the LiveNode has run.
@@ -166,7 +165,6 @@ class Collector:
     def __init__(self, live: Sequence[torch.Tensor], join: Callable[[Sequence[Contribution]], Gradients]) -> None:
         self.live, self._join = live, join
         self.mark = torch.zeros((), dtype=torch.float32, device="cpu", requires_grad=True)
-        self.is_earlier = False
         self.inside: InsideForward | None = None
         self.over_ranks: OverRanks | None = None
         self.latest = -1
@@ -212,10 +210,6 @@ class Collector:
             all_reduce: sums these, and what has come beside them, over the ranks; None: there is nothing to be done.
         """
         self._of_boundaries.setdefault(torch_private.number_of_backward(), []).append((gradients, all_reduce))
-
-    def add_of_later(self, contributions: Iterable[Contribution]) -> None:
-        """Add what the boundary of a later forward has brought, for the LiveNode."""
-        self._contributions.setdefault(torch_private.number_of_backward(), []).extend(contributions)
 
     def drop(self) -> None:
         """Forget what backwards that have failed have left. One of another thread may still be on its way here."""

@@ -16,6 +16,12 @@ from unisono.primitives.blueprint import Blueprint
 from unisono.primitives.outputs import Group
 from unisono.runtime import torch_private
 
+_GOES_ON = (
+    "{place} used a tensor that another forward has stored (in a dict, or in an object that is not a module) without "
+    "detach(). Its gradient cannot go on into that forward's replicas. Return the tensor from that forward and pass it "
+    "to this one as an input; or detach() it."
+)
+
 
 class GraphSearch:
     """Searches the graphs of replicas with `look_for_live_tensors`, once per structure if nothing is found there.
@@ -74,7 +80,7 @@ class GraphSearch:
             has_checkpoint=has_reentrant_checkpoint or has_hooks,
             ways=Ways() if in_one_graph else ways_between(groups, in_parts=in_parts),
         )
-        if in_one_graph or not (captured.tensors or captured.earlier or may_differ):
+        if in_one_graph or not (captured.tensors or may_differ):
             if len(self._self_contained) >= _MOST_STRUCTURES:
                 self.clear()
             self._self_contained[kind] = captured
@@ -104,12 +110,12 @@ def look_for_live_tensors(
         in_one_graph: as in `GraphSearch.captured_tensors`.
 
     Raises:
-        RuntimeError: one does, and its gradient would be wrong. Names the tensor, and the cause.
+        RuntimeError: one does, and its gradient would be wrong. Names the tensor, and the cause. Or a graph goes on
+            into that of another forward.
     """
     if not groups:  # outputs without tensors
         return CapturedTensors()
     captured: dict[int, torch.Tensor] = {}
-    earlier: dict[Collector, torch.Tensor] = {}
     has_reentrant_checkpoint = are_linked = has_batch_norm = False
     histories = {tensor.grad_fn: tensor for tensor in blueprint.histories.values()}
     of_replicas = zip(names, zip(*(group.tensors for group in groups), strict=True), strict=True)
@@ -134,8 +140,8 @@ def look_for_live_tensors(
                 continue
             if is_bucket_node(reached):
                 are_linked |= reached.replica != index
-                if reached.collector not in collectors:
-                    earlier[reached.collector] = reached.token
+                if reached.collector not in collectors and not in_one_graph:
+                    raise RuntimeError(_GOES_ON.format(place=place))
             has_reentrant_checkpoint |= is_reentrant_checkpoint(reached)
             has_batch_norm |= torch_private.is_batch_norm_in_training(reached)
             # In one graph, that of an earlier forward goes on; what leads to live parameters is not summed over ranks.
@@ -145,8 +151,7 @@ def look_for_live_tensors(
                     "outside forward and requires grad. Pass it to the model as an input, compute it in "
                     "forward, or detach() it."
                 )
-    found = has_reentrant_checkpoint, [*earlier.items()], are_linked, has_batch_norm
-    return CapturedTensors([*captured.values()], *found)
+    return CapturedTensors([*captured.values()], has_reentrant_checkpoint, are_linked, has_batch_norm)
 
 
 def _leads_to_parameters(tensor: torch.Tensor, blueprint: Blueprint) -> bool:

@@ -23,7 +23,6 @@ import torch
 
 from unisono.autograd.bucket import (
     BucketSums,
-    Collector,
     Contribution,
     Gradients,
     Receivers,
@@ -63,11 +62,6 @@ _NO_GRADIENT = (
     "the gradient of {ends} by {name} was asked for (by torch.autograd.grad, retain_grad or a hook). Both are outputs "
     "of the module, and {reason}. Compute what needs this gradient in forward and return it, or wrap the part of the "
     "module that computes {name} separately from the part behind it."
-)
-_GOES_ON = (
-    "a backward with {way}, of a forward that used a tensor stored by an earlier forward (in a dict or an "
-    "object that is not a module) without detach(). Return that tensor from the earlier forward and pass it "
-    "to this one as an input; or detach() it."
 )
 
 
@@ -122,7 +116,6 @@ class CapturedTensors(NamedTuple):
     Attributes:
         tensors: leaves that are neither the module's nor a replica's: globals, or made by forward.
         has_reentrant_checkpoint: whether a node runs a backward of its own for a checkpoint.
-        earlier: the tokens behind other forwards' bucket nodes, where a replica's graph goes on into an earlier one's.
         are_linked: whether a replica's graph leads to another replica's tensors.
         has_batch_norm: whether a replica has normalised its rows by their statistics.
         has_checkpoint: whether an activation checkpoint runs forward again in backward.
@@ -131,7 +124,6 @@ class CapturedTensors(NamedTuple):
 
     tensors: Sequence[torch.Tensor] = ()
     has_reentrant_checkpoint: bool = False
-    earlier: Sequence[tuple[Collector, torch.Tensor]] = ()
     are_linked: bool = False
     has_batch_norm: bool = False
     has_checkpoint: bool = False
@@ -167,7 +159,6 @@ class ReplicaGraphs:
     outputs: list[BoundaryTensor]
     captured: CapturedTensors
     passes: Passes  # how backwards run
-    keep: bool  # whether graphs of a higher order share nodes with these, so that a backward must not free them
     # Called when a backward has freed the graphs; keeps alive what they need.
     on_release: Callable[[], object]
     # Called when the first backward has run, whether or not it has freed the graphs; None: nothing is.
@@ -180,6 +171,7 @@ class ReplicaGraphs:
     buffers: BuffersInBackward | None  # for activation checkpoints; None: there are none
     levels: Sequence[int]  # of each output, as in `Ways`
     on_way: dict[int, Joined | None]  # those that others lead to, by number; None: not joined yet
+    keep: bool = False  # whether graphs of a higher order share nodes with these, so that a backward must not free them
     released: bool = field(default=False, init=False)
 
     def release(self, *, failed: bool = False, give_back: bool = True) -> None:
@@ -233,11 +225,6 @@ class ReplicaGraphs:
             return None
         live_node = _nodes(boundary)[len(self.inputs)]
         return live_node if live_node is not None and torch_private.backward_reaches(live_node) else None
-
-    @property
-    def are_needed_later(self) -> bool:
-        """Whether a backward must not free the graphs, since others go on from them."""
-        return self.keep or any(group.collector.is_earlier for group in self.groups)
 
     @property
     def on_host(self) -> bool:
@@ -313,10 +300,8 @@ class ReplicaGraphs:
             inputs = self._outputs_on_way(outputs, output_grads)
             found = self._gradients(grads, inputs, run, refused=() if checkpoints else None, keep=keep)
             return [each.join_gradients(found[k]) for k, each in inputs.items()]
-        # What is needed of an earlier forward's tensors comes by bucket only.
-        if (needed is None or self.captured.earlier) and not batched:
+        if needed is None and not batched:
             return self._gradients_by_bucket(grads, reduction, run, keep=keep)
-        self._check_ends_here("batched gradients")
         every = self.all_inputs
         inputs = dict(compress(enumerate(every), repeat(True) if needed is None else needed))
         parts = self._gradients(grads, inputs, run, refused=None if needed is None else inputs, keep=keep)
@@ -356,26 +341,19 @@ class ReplicaGraphs:
                 ends = " and ".join([self.outputs[n].name for n in above])
                 raise RuntimeError(_NO_GRADIENT.format(ends=ends, name=self.outputs[k].name, reason=reason))
 
-    def _check_ends_here(self, way: str) -> None:
-        if self.captured.earlier:
-            raise RuntimeError(_GOES_ON.format(way=way))
-
     def _needs_one_call(self, *, in_device_thread: bool) -> bool:
         """Return whether one call has to run the backward of all replica graphs. (It has to for batched gradients.)"""
-        captured = self.captured
         return (
             (in_device_thread and not self.passes.have_exchanges)
             or modes_that_stay()  # which cannot follow into other threads; nor can batched gradients
-            or captured.are_linked
-            or bool(captured.earlier and captured.tensors)
+            or self.captured.are_linked
         )
 
     def _gradients_by_bucket(
         self, grads: Sequence[Gradients], reduction: RankReduction | None, run: "_Run", *, keep: bool
     ) -> Gradients:
         """Return the gradient of each of the boundary's inputs; backward ends at the buckets, and sums them there."""
-        earlier = [collector for collector, _ in self.captured.earlier]
-        marks = [collector.mark for collector in [*(group.collector for group in self.groups), *earlier]]
+        marks = [group.collector.mark for group in self.groups]
         of_inputs: list[list[Contribution]] = [[] for _ in self.inputs]
         of_leaves: list[Gradients] = [[None] * len(self.timings) for _ in self.leaves]
         leaves = dict(enumerate([leaf.tensors for leaf in self.leaves]))
@@ -395,16 +373,11 @@ class ReplicaGraphs:
             receivers: Receivers = {self.parameters.collector: sums.add}
             for group, contributions in zip(self.inputs, of_inputs, strict=True):
                 receivers[group.collector] = partial(_append, contributions)
-            of_earlier: list[list[Contribution]] = [[] for _ in earlier]
-            for collector, contributions in zip(earlier, of_earlier, strict=True):
-                receivers[collector] = partial(_append, contributions)
             with while_running(while_backward_runs):
                 run(backward_of)
             if timeline.recording:
                 timeline.mark(timeline.REDUCE)
             of_parameters = sums.end()
-        for collector, contributions in zip(earlier, of_earlier, strict=True):
-            collector.add_of_later(contributions)
         if self.leaves:
             _keep_for_reader(of_leaves)
         return [
@@ -465,11 +438,7 @@ class ReplicaGraphs:
         """Run backward with create_graph=True; return its graphs, and the gradients that are wanted, None without.
 
         Args: as for `backward` and `_gradients`; `wanted` are the numbers of inputs, or `of_outputs`.
-
-        Raises:
-            RuntimeError: the graphs go on into those of an earlier forward.
         """
-        self._check_ends_here("create_graph=True")
         if of_outputs:
             inputs = self._outputs_on_way(wanted, output_grads)
         else:

@@ -469,8 +469,6 @@ class Step:
     def _graphs(self, captured: CapturedTensors, outputs: list[BoundaryTensor]) -> ReplicaGraphs:
         """Return the replica graphs behind the replicas' outputs, with all that their backwards need."""
         plan, call, parameters = self._plan, self._call, self._replicas.linked
-        for collector, _ in captured.earlier:
-            collector.is_earlier = True
         parameters.sum_over_ranks(call.sync_context)
         if captured.has_checkpoint:
             self._buffers_in_backward = self._replicas.buffers_in_backward(self._pool.source)
@@ -487,7 +485,6 @@ class Step:
             outputs=outputs,
             captured=captured,
             passes=self._passes,
-            keep=bool(captured.earlier),
             on_release=self._replicas.end_backward,
             on_backward=self._replicas.backward_has_run if self._replicas.writes is not None else None,
             sync_context=call.sync_context,
