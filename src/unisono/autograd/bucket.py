@@ -291,33 +291,20 @@ def lead_to_others(ends: Sequence[torch.Tensor], collectors: Sequence[Collector]
     if not marks:
         return False
     roots = [end for end in ends if end.requires_grad]
-    if not roots:
-        return False
-    return any(lead_to(roots, marks))
-
-
-def lead_to(ends: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> tuple[bool, ...]:
-    """Return for each tensor whether what it was computed from has one of `targets` in its graph. All require grad.
-
-    As above, torch's engine looks.
-    """
     try:
-        torch_private.gradients([_look(*ends)], targets, [_ONE], keep=True)
-    except _LeadingError as found:
-        return found.leading
-    return (False,) * len(ends)
+        if roots:
+            torch_private.gradients([_look(*roots)], marks, [_ONE], keep=True)
+    except _LeadingError:
+        return True
+    return False
 
 
 class _LeadingError(Exception):
-    def __init__(self, leading: tuple[bool, ...]) -> None:
-        self.leading = leading
+    pass
 
 
 class _Look(torch.autograd.Function):
-    """A node whose backward ends at once: it tells which of its inputs' nodes torch would go on behind.
-
-    Where none leads to what is looked for, torch does not call it.
-    """
+    """A node whose backward ends at once: torch calls it only where a graph behind it leads to what is looked for."""
 
     @staticmethod
     def forward(ctx: Any, *_: torch.Tensor) -> torch.Tensor:
@@ -325,8 +312,7 @@ class _Look(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, _: torch.Tensor) -> tuple[None, ...]:
-        behind = [[node for node, _ in of_end.next_functions if node is not None] for of_end, _ in ctx.next_functions]
-        raise _LeadingError(tuple([any(map(torch_private.backward_reaches, nodes)) for nodes in behind]))
+        raise _LeadingError
 
 
 _look: Any = super(torch.autograd.Function, _Look).apply  # as in boundary.py

@@ -102,12 +102,10 @@ class Ways(NamedTuple):
     Attributes:
         levels: of each output; it leads only to outputs of lower levels. () where no output leads to another one.
         on_way: those that others lead to.
-        looks: what shows that another forward has the same ways: of some outputs those that lead to one of others.
     """
 
     levels: Sequence[int] = ()
     on_way: Sequence[int] = ()
-    looks: Sequence[tuple[Collection[int], Collection[int], Collection[int]]] = ()  # some, others, those that lead
 
 
 class CapturedTensors(NamedTuple):
