@@ -745,25 +745,17 @@ def test_spectral_norm_in_two_forwards_before_a_backward(wrap: Wrap, norm: Any, 
         assert_same_gradients(model.module, plain, 1e-10)
 
 
-def test_a_parameter_is_pickled_inside_forward(wrap: Wrap) -> None:
-    class Saves(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(3, 3)
-            self.saved: list[bytes] = []
+@at_one_place
+def test_what_is_saved_inside_forward(wrap: Wrap) -> None:
+    """R15: a state_dict is; a module is an error that says what to save."""
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.saved.append(pickle.dumps(self.layer))
-            return self.layer(x)
+    def forward(net: Any, x: torch.Tensor) -> torch.Tensor:
+        saved.append(pickle.dumps(net.layer.state_dict()))
+        with pytest.raises(TypeError, match="save its state_dict"):
+            pickle.dumps(net.layer)
+        return net.layer(x)
 
-    module = Saves()
-    model = wrap(module)
-    for _ in range(2):
-        model(torch.randn(4, 3)).sum().backward()
-    loaded = pickle.loads(module.saved[0])
-    assert "requires_grad_" not in loaded.weight.__dict__
-    assert loaded.weight.is_leaf
-    assert loaded.weight.requires_grad
-    loaded.requires_grad_(False)
-    assert not loaded.weight.requires_grad
-    assert torch.equal(loaded.weight.to(module.layer.weight.device), module.layer.weight)
+    saved: list[bytes] = []
+    model = wrap(Calls(forward, layer=nn.Linear(3, 3)))
+    model(torch.randn(4, 3)).sum().backward()
+    assert torch.equal(pickle.loads(saved[0])["weight"].to(model.module.layer.weight.device), model.module.layer.weight)

@@ -33,7 +33,7 @@ from dataclasses import replace
 from functools import partial, reduce
 from itertools import chain
 from operator import attrgetter
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import torch
 
@@ -56,6 +56,11 @@ _SEVERAL_MODELS = (
     "models, and a tensor of one left forward another way (a hook or a list stored it). Under a launcher "
     "their gradients are summed together. Return the tensor from forward; or call backward for one model at "
     "a time."
+)
+
+_PICKLED = (
+    "a replica's parameters cannot be pickled inside forward, nor its modules: save its state_dict() there, or pickle "
+    "the module outside of forward."
 )
 
 # Added to the sequence numbers of nodes that torch's engine runs as soon as they are ready. A LiveNode comes before the
@@ -511,8 +516,9 @@ def own_tensors(
     if collector.frozen:  # by an earlier forward
         collector.frozen.difference_update([each for each in [*collector.frozen] if each[:2] == (bucket, replica)])
     for place, tensor in enumerate(tensors):
-        link = Link(weakref.ref(tensor), token, collector, bucket, replica, place, len(tensors))
-        tensor.__dict__.update({"requires_grad_": link, "__reduce_ex__": link.pickled})
+        tensor.__dict__["requires_grad_"] = Link(
+            weakref.ref(tensor), token, collector, bucket, replica, place, len(tensors)
+        )
     return tensors
 
 
@@ -557,21 +563,8 @@ class Link(NamedTuple):
             torch_private.exchange(parameter, linked)
         return parameter
 
-    def pickled(self, protocol: Any) -> Any:
-        """Return what pickle gets of the parameter: a leaf without a link to the replica, as of the live one."""
-        parameter = self.parameter()
-        assert parameter is not None
-        leaf = parameter.detach()
-        if type(parameter) is torch.nn.Parameter:
-            leaf = torch.nn.Parameter(leaf, requires_grad=False)
-        elif type(leaf) is not type(parameter):
-            leaf = leaf.as_subclass(type(parameter))
-        leaf.requires_grad_(parameter.requires_grad)
-        leaf.__dict__.update({k: v for k, v in parameter.__dict__.items() if k not in _OF_LINK})
-        return leaf.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
-
-
-_OF_LINK = ("requires_grad_", "__reduce_ex__")  # attributes of a replica's parameter that a link has put there
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(_PICKLED)
 
 
 class _Relink(torch.autograd.Function):
