@@ -616,25 +616,6 @@ def test_a_backward_inside_forward(wrap: Wrap, way: str) -> None:
     assert_alike(wrap, Calls(forward, kept=[], **layers), steps, 3, 1e-10, scalars="sum")
 
 
-@at_one_place
-def test_a_backward_inside_forward_that_frees_what_has_computed_its_input(wrap: Wrap) -> None:
-    """N1: the plain module works; here an error says what to write, but not where forward itself goes back twice."""
-
-    def forward(net: Any, x: torch.Tensor, times: int) -> torch.Tensor:
-        loss = net.body(x).square().sum()
-        for _ in range(times):
-            loss.backward()
-        return loss.detach()
-
-    model, x = wrap(Calls(forward, body=nn.Linear(5, 6)), 2), torch.randn(7, 5, requires_grad=True)
-    with pytest.raises(RuntimeError, match="second time") as raised:
-        model(x.square(), 1)
-    assert any("in forward, write backward(retain_graph=True)" in note for note in raised.value.__notes__)
-    with pytest.raises(RuntimeError, match="second time") as raised:
-        model(x, 2)
-    assert not any("in forward, write" in note for note in raised.value.__notes__)
-
-
 def test_hooks_of_parameters_and_a_backward_inside_forward(wrap: Wrap) -> None:
     """N1, R9: the hooks see the sum over the replicas, once; so do those of an input."""
 

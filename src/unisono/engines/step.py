@@ -89,28 +89,16 @@ _OPTIMIZER_INSIDE = (
     "step once in each replica. Return the loss from forward; make the optimizer, call backward and step "
     "outside."
 )
-_TRACED_PARAMETER = (
-    "a replica's parameters are not leaves, so torch.fx cannot trace a function that uses them, as "
-    "torch.func.linearize and make_fx do. In forward, write torch.func.jvp(function, (x,), (tangent,))[1] "
-    "instead of linearize."
-)
 _OPEN_LEVEL = (
     "torch has one level of forward-mode differentiation, for all threads, and one is open: forward, or the program "
     "before it, has begun it (enter_dual_level) and not ended it. In forward, and around it, write "
     "`with torch.autograd.forward_ad.dual_level():`, without one inside another."
 )
-_GIVEN_WITH_HISTORY = (
-    "a backward inside forward reaches an input that was computed from other tensors, and each replica passes through "
-    "what has computed it: in forward, write backward(retain_graph=True). Where that input's gradient is not needed, "
-    "give the wrapper x.detach()."
-)
-_SECOND_TIME = "backward through the graph a second time"  # torch's words
 # What is added to torch's errors, by a part of their text.
 NOTES = {
     "Nested forward mode AD": _OPEN_LEVEL,
     "requires_grad flags of leaf": _ASSIGNED_FLAG,
     "can't optimize a non-leaf Tensor": _OPTIMIZER_INSIDE,
-    "Cannot assign non-leaf Tensor to parameter '_param_constant": _TRACED_PARAMETER,
 }
 
 # torch warns where `.grad` of a tensor that is no leaf is read, as torch.compile does. A replica's parameters have one.
@@ -331,8 +319,6 @@ class Step:
         for text, note in NOTES.items():
             if text in text_of(error):
                 add_note(error, note)
-        if _SECOND_TIME in text_of(error) and not all([live.is_leaf for live, _ in self._reached]):
-            add_note(error, _GIVEN_WITH_HISTORY)
 
     def _pass_on_written(self) -> None:
         """Give the parameters that this forward has written to the graphs of earlier ones, which wait for backward."""
