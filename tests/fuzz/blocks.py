@@ -673,7 +673,7 @@ class WritesWeights(Block):
                 nn.init.constant_(self.linear.bias, 0.5)
             elif self.how == "data":
                 with torch.inference_mode(False):
-                    self.weight.data = self.weight.data * 0.9
+                    self.weight.data = self.weight.data.clamp(-0.9, 0.9)
         return self.linear(x) * self.weight
 
 
