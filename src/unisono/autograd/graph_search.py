@@ -14,7 +14,7 @@ from unisono.autograd.bucket import Collector, is_bucket_node, lead_to_others
 from unisono.autograd.replica_graph import CapturedTensors, ReplicaGraphs, Ways
 from unisono.primitives.blueprint import Blueprint
 from unisono.primitives.outputs import Group
-from unisono.runtime import torch_private
+from unisono.runtime.torch_private import graph_nodes
 
 _GOES_ON = (
     "{place} used a tensor that another forward has stored (in a dict, or in an object that is not a module) without "
@@ -140,7 +140,7 @@ def look_for_live_tensors(
                 if reached.collector not in collectors and not in_one_graph:
                     raise RuntimeError(_GOES_ON.format(place=place))
             has_reentrant_checkpoint |= is_reentrant_checkpoint(reached)
-            has_batch_norm |= torch_private.is_batch_norm_in_training(reached)
+            has_batch_norm |= graph_nodes.is_batch_norm_in_training(reached)
             # In one graph, that of an earlier forward goes on; what leads to live parameters is not summed over ranks.
             if reached in histories and (not in_one_graph or _leads_to_parameters(histories[reached], blueprint)):
                 raise RuntimeError(

@@ -19,7 +19,7 @@ from torch import nn
 
 from unisono.primitives.change_tracking import GONE, Change, DictSnapshot, fill
 from unisono.runtime import devices as _devices
-from unisono.runtime import torch_private
+from unisono.runtime.torch_private import engine, foreach
 
 T = TypeVar("T")
 
@@ -164,7 +164,7 @@ class BuffersInBackward:
                 of higher order. One device runs a checkpoint once then: so each time that does begins with the same
                 buffers, and what the first one and other forwards have made of them stays.
         """
-        number = torch_private.number_of_backward()
+        number = engine.number_of_backward()
         is_again = number == self._backward >= 0
         others = self._passes_before(number) if _first_passes and not self._in_parts and not is_again else []
         for other in others:
@@ -196,7 +196,7 @@ class BuffersInBackward:
         elif state is not None:
             self._backward, self._before = number, state
             _first_passes[id(self)] = self
-            torch_private.call_at_end_of_backward(self._forget)  # until then it is kept, if its graph is freed, too
+            engine.call_at_end_of_backward(self._forget)  # until then it is kept, if its graph is freed, too
             self._cause = _OF_GRADIENTS if repeats else _OF_OUTPUT
             for other in others:
                 if other._thread is not self._thread:
@@ -284,7 +284,7 @@ class BuffersInBackward:
                 own = {id(each): each.detach() if each.requires_grad else each for each in here}
             else:
                 with torch.no_grad():
-                    own = dict(zip(map(id, here), torch_private.clones(here), strict=True))
+                    own = dict(zip(map(id, here), foreach.clones(here), strict=True))
             own.update({id(each): _devices.copied_to(each.detach(), device) for each in buffers if id(each) not in own})
             for registry, live in zip(registries, self._live, strict=True):
                 fill(registry, {name: own.get(id(value), value) for name, value in live.items()})
