@@ -51,7 +51,7 @@ from unisono.runtime import timeline
 from unisono.runtime.errors import add_note, text_of
 from unisono.runtime.interrupts import critical
 from unisono.runtime.streams import current_streams_of, wait_for_makers
-from unisono.runtime.torch_private import engine, graph_nodes
+from unisono.runtime.torch_private import engine
 from unisono.runtime.tracebacks import without_own_frames
 
 _KEEP_GRAPH = (
@@ -145,9 +145,6 @@ class _Output(torch.autograd.Function):
             if not _devices.computes_on_host(grad.device):
                 incoming.device_threads.add(threading.get_ident())
         return None, None, None, None
-
-
-graph_nodes.note_hooks_of_nodes(_Output)
 
 
 class _Level(torch.autograd.Function):
@@ -307,7 +304,6 @@ def _gradients_of_lower(
             "totals": incoming.totals,
             "keep": goes_on or graphs.keep or engine.backward_keeps_graph(),
             "in_device_thread": incoming.is_in_device_thread(),
-            "checkpoints": not (is_sure and is_restricted),  # else a reentrant one is an error, as torch's
         }
         run = partial(graphs.backward, grads, None, None, **options)
         try:

@@ -90,8 +90,7 @@ class Joined(NamedTuple):
         if engine.backward_is_restricted():
             return engine.backward_reaches(node)
         tensor = self.ref()
-        has_hooks = self.hooks or getattr(node, "has_hooks", False)
-        return bool(has_hooks) or (tensor is not None and tensor.retains_grad)
+        return bool(self.hooks) or (tensor is not None and tensor.retains_grad)
 
     def skip_hooks(self) -> None:
         """Let its hooks not be called without a gradient."""
@@ -271,7 +270,6 @@ class ReplicaGraphs:
         keep: bool,
         in_device_thread: bool,
         outputs: Sequence[int] | None = None,
-        checkpoints: bool = True,
     ) -> Gradients:
         """Run backward in every replica graph; return the gradient of each of the boundary's inputs.
 
@@ -281,7 +279,6 @@ class ReplicaGraphs:
             needed: for each input, whether its gradient is needed; None: all are.
             totals: the outputs whose gradients take the place of what reaches them inside the graphs.
             outputs: the numbers of those whose gradients are returned instead: they lie on the way to others.
-            checkpoints: whether reentrant activation checkpoints may be on these ways.
             keep: whether the graphs are needed after it.
             in_device_thread: whether the calling thread is the one that torch has for an accelerator.
         """
@@ -298,7 +295,7 @@ class ReplicaGraphs:
             run = partial(self.buffers.around, run, self.keep or bool(self.on_way))
         if outputs is not None:
             inputs = self._outputs_on_way(outputs, output_grads)
-            found = self._gradients(grads, inputs, run, refused=() if checkpoints else None, keep=keep)
+            found = self._gradients(grads, inputs, run, refused=(), keep=keep)
             return [each.join_gradients(found[k]) for k, each in inputs.items()]
         if needed is None and not batched:
             return self._gradients_by_bucket(grads, reduction, run, keep=keep)
