@@ -41,8 +41,8 @@ T = TypeVar("T")
 _requires_grad = attrgetter("requires_grad")
 
 _CHANGED = (
-    "the step was not rerun: {number} parameters changed between forward and backward (an optimizer step?), "
-    "so forward would give other outputs"
+    "the step was not rerun: {number} parameters changed between forward and backward (an optimizer step, or "
+    "requires_grad), so forward would give other outputs"
 )
 _AGAIN = "%s\nThe step was rerun, which took %.2f s."
 _OTHER_IN_PARTS = (
@@ -150,8 +150,9 @@ class Replay:
 
     def _why_not(self) -> str | None:
         changed = [k for k, version in enumerate(_versions(self._trained)) if version != self._versions[k]]
-        if changed:
-            return _CHANGED.format(number=len(changed))
+        switched = [p for p, flag in zip(self._parameters, self._flags, strict=True) if p.requires_grad != flag]
+        if changed or switched:
+            return _CHANGED.format(number=len(changed) or len(switched))
         return None
 
     def _renew(self, graphs: ReplicaGraphs) -> None:
@@ -161,9 +162,8 @@ class Replay:
         buffers = [*chain(*self._buffers.buffers)]
         wait_for_makers(self._streams, [*self._made, *chain(*self._buffers.before)])
         random, values = _devices.random_states(self._call.plan.devices), foreach.clones(buffers)
-        flags, attributes = [*map(_requires_grad, self._parameters)], restore(self._dicts, self._attributes)
+        attributes = restore(self._dicts, self._attributes)
         try:
-            _set_flags(self._parameters, self._flags)
             _devices.set_random_states(self._random, self._call.plan.devices)
             self._buffers.restore()
             with self._thread.applied():
@@ -172,7 +172,6 @@ class Replay:
             self._graphs = None
             write_values(buffers, values)
             _devices.set_random_states(random, self._call.plan.devices)
-            _set_flags(self._parameters, flags)
             for target, items in attributes:
                 fill(target, items)
 
@@ -180,12 +179,6 @@ class Replay:
 def _versions(tensors: Sequence[torch.Tensor]) -> list[Any]:
     """Return what changes when a tensor's values or memory change; in C, because a module has many parameters."""
     return [*zip(map(attrgetter("_version"), tensors), map(torch.Tensor.data_ptr, tensors), strict=True)]
-
-
-def _set_flags(parameters: Sequence[torch.Tensor], flags: Sequence[bool]) -> None:
-    for parameter, flag in zip(parameters, flags, strict=True):
-        if parameter.requires_grad != flag:
-            parameter.requires_grad_(flag)
 
 
 def _lower_limits(row_limits: dict[int, int], plan: StepPlan, module: nn.Module, error: Exception) -> str | None:
