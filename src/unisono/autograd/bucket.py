@@ -486,7 +486,8 @@ class BucketNode(torch.autograd.Function):
         replica: int,
         make: Callable[[], tuple[torch.Tensor, ...]],
     ) -> tuple[torch.Tensor, ...]:
-        ctx.token, ctx.collector, ctx.bucket, ctx.replica = token, collector, bucket, replica
+        ctx.token = token  # keeps it, for `OneOrder`
+        ctx.collector, ctx.bucket, ctx.replica = collector, bucket, replica
         ctx.set_materialize_grads(False)
         return make()
 
@@ -575,7 +576,7 @@ class _Relink(torch.autograd.Function):
     def forward(
         ctx: Any, token: torch.Tensor, _: torch.Tensor, __: torch.Tensor | None, link: Link, parameter: torch.Tensor
     ) -> torch.Tensor:
-        ctx.token, ctx.link, ctx.collector, ctx.replica = token, link, link.collector, link.replica
+        ctx.link, ctx.collector, ctx.replica = link, link.collector, link.replica
         return parameter.detach()
 
     @staticmethod
