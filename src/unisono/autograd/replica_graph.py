@@ -23,6 +23,7 @@ import torch
 
 from unisono.autograd.bucket import (
     BucketSums,
+    Collector,
     Contribution,
     Gradients,
     Receivers,
@@ -37,7 +38,14 @@ from unisono.runtime import timeline
 from unisono.runtime.errors import ReplicaNames
 from unisono.runtime.stand_ins import StandIns, while_running
 from unisono.runtime.streams import keep_for_reader
-from unisono.runtime.thread_pool import OBJECTS_HAVE_THREADS, PassContext, free_in_workers, one_pass, run_together
+from unisono.runtime.thread_pool import (
+    OBJECTS_HAVE_THREADS,
+    OF_REPLICAS,
+    PassContext,
+    free_in_workers,
+    one_pass,
+    run_together,
+)
 from unisono.runtime.thread_state import modes_that_stay
 from unisono.runtime.timeline import ReplicaTiming, StepRecording
 from unisono.runtime.torch_private import engine, graph_nodes, modes
@@ -240,7 +248,8 @@ class ReplicaGraphs:
 
         A backward for given inputs (`torch.autograd.grad`) does not compute what is not asked for.
         """
-        if not engine.backward_is_restricted() or engine.seen_in_backward():  # the latter: in one of ours
+        by_bucket = any(isinstance(key, Collector) for key in engine.seen_in_backward())  # in one of ours
+        if by_bucket or not engine.backward_is_restricted():
             return None
         nodes = _nodes(boundary)
         first = len(self.inputs) + 1
@@ -417,7 +426,7 @@ class ReplicaGraphs:
             for k, each in inputs.items():
                 if (tensor := each.tensors[i]) is not None and tensor.requires_grad:
                     places.setdefault(id(tensor), (tensor, k, i))
-        with engine.seen_by_backward(receivers):
+        with engine.seen_by_backward({**receivers, OF_REPLICAS: True}):
             tensors = [tensor for tensor, _, _ in places.values()]
             results = compute([end for end, _ in ends], tensors, [grad for _, grad in ends])
         for (_, k, i), gradient in zip(places.values(), results, strict=True):
