@@ -763,7 +763,7 @@ def test_a_hook_that_keeps_what_it_sees_is_said_once(wrap: Wrap, name: str) -> N
 
 @pytest.mark.parametrize(
     "way",
-    ["once", "keep the graphs", "of higher order", "an object among the inputs", "the verbs", "a loss that leaves"],
+    ["once", "keep the graphs", "of higher order", "an object among the inputs", "a loss that leaves"],
 )
 def test_a_hook_that_keeps_gradients_is_said_once(wrap: Wrap, way: str) -> None:
     """R9: after the first backward; also of one that does not free the graphs, which nothing was said of."""
@@ -782,8 +782,7 @@ def test_a_hook_that_keeps_gradients_is_said_once(wrap: Wrap, way: str) -> None:
     def step() -> None:
         x = torch.randn(6, 4, requires_grad=True)
         losses.clear()
-        with torch.autograd.graph.save_on_cpu() if way == "the verbs" else contextlib.nullcontext():
-            loss = model(x, object() if "object" in way else None).sum()
+        loss = model(x, object() if "object" in way else None).sum()
         torch.autograd.grad(sum(losses, loss), [x, *model.parameters()], **options)
 
     (said,) = said_by(step)

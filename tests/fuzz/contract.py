@@ -48,8 +48,6 @@ def _stated() -> Iterator[tuple[str, Program]]:
     leaves = _steps("losses_that_leave", rows=(7,) * 7)
     yield "losses that leave forward", Program(("losses/plain", "losses/checkpoint"), leaves)
     yield "losses that leave a checkpoint", Program(("reentrant losses/reentrant",), leaves)
-    goes_on = _steps("goes_on_from_an_earlier_forward", rows=(7, 8, 6))
-    yield "a forward that goes on", Program(("earlier forward/rows",), goes_on)
 
 
 PROGRAMS = {

@@ -189,13 +189,6 @@ class WrittenParameters:
                 live.data = first.data  # as `.data = ...` has done there
         return lives
 
-    def follow(self, numbers: Collection[int]) -> None:
-        """Let the graphs of these replicas see what a later forward has written, as one device's graphs do."""
-        written = {id(live) for number, live in enumerate(self._live) if number in numbers}
-        for live, own in [*self._own, *self._copies]:
-            if id(live) in written and own.data_ptr() != live.data_ptr():
-                own.data = _devices.copy_to(live.detach(), own.device)
-
     def raise_if_any(self, written: Iterable[torch.Tensor], times: str = "") -> None:
         """Raise RuntimeError if live parameters are `written`; `times` as for the whole."""
         if names := dict.fromkeys(map(self._name_of, written)):
