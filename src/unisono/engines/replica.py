@@ -318,11 +318,6 @@ class Replicas:
             for own, live in self._buffers:
                 torch_private.copy_all_in_place(own, live)
 
-    @property
-    def are_in_use(self) -> bool:
-        """Whether a graph of theirs is left."""
-        return self._kept is not None
-
     def give_back(self) -> None:
         """Let a later forward use them. To be called when no graph of theirs is left.
 

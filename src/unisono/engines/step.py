@@ -275,8 +275,6 @@ class Step:
         replicas.is_only = plan.in_one_graph
         is_as_before = not replicas.are_new and replicas.attributes.is_current()
         self._kept = [] if is_as_before else replicas.assigned(outputs)
-        if self._memory.written and not inside_replica():
-            self._pass_on_written()
         if timeline.recording:
             timeline.mark(timeline.GATHER)
         is_summed = self._call.sync_context is not None and self._tracked
@@ -333,15 +331,6 @@ class Step:
                 add_note(error, note)
         if _SECOND_TIME in text_of(error) and not all([live.is_leaf for live, _ in self._reached]):
             add_note(error, _GIVEN_WITH_HISTORY)
-
-    def _pass_on_written(self) -> None:
-        """Give the parameters that this forward has written to the graphs of earlier ones, which wait for backward."""
-        writing = self._memory.writing
-        for earlier in [*writing]:
-            if earlier is not self._replicas and earlier.are_in_use:
-                earlier.written.follow(self._memory.written)
-        if self._tracked:
-            writing.add(self._replicas)
 
     def _looks(self) -> list[Look]:
         """Return what looks at this forward; in a steady step only at parameters that it writes."""
