@@ -8,18 +8,14 @@ differs after the forward. One search finds it, in the first steps of a structur
     inside      entries of containers, attributes of objects, variables around functions and those of their file that
                 they name; of tensors the version, of small arrays the bytes
 
-`verify` also searches what a program rarely writes into: attributes of classes, other files, values of the thread and
-of the context, iterators, and texts.
+`verify` also searches what a program rarely writes into: attributes of classes, and variables of other files.
 
 An entry that is added to a dict, or put in the place of None, is taken for a cache; if a later step replaces it by
 another value, it is none.
 """
 
 import contextlib
-import contextvars
 import functools
-import io
-import itertools
 import sys
 import threading
 import types
@@ -27,7 +23,6 @@ import zlib
 from array import array
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from operator import length_hint
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +56,6 @@ _SERVICES = {"torch", "unisono", "logging", "threading", "_thread", "concurrent"
 _LARGE_BYTES = 2**24  # of an array
 _OF_EVERY_MODULE = frozenset(nn.Module().__dict__)
 _SKIPPED = INERT - {type}
-_TEXTS = (io.StringIO, io.BytesIO)
 
 
 def codes_of(code: types.CodeType) -> Iterator[types.CodeType]:
@@ -233,8 +227,6 @@ class Search:
                 for name, each in [*vars(value).items()]:
                     if not (name.startswith("__") or hasattr(type(each), "__get__")):
                         yield (f"={value.__name__}.{{}}", name), each
-        elif self.is_thorough and (rare := _state_of_rare(value)) is not None:
-            yield ("", value), rare
         elif _top_package(type(value).__module__) not in _SERVICES:
             attributes = attributes_of(value)
             if any(is_a(each, threading.Thread) and threading.Thread.is_alive(each) for each in attributes.values()):
@@ -260,34 +252,6 @@ class Search:
                     for key, of_other in [*vars(each).items()]:
                         if not key.startswith("__"):
                             yield (f"={{}} (global of {other})", key), of_other
-            if self.is_thorough and "globals" in code.co_names:
-                names = [each for each in code.co_consts if type(each) is str and each in variables]
-                yield from (((f"={{}} (global of {file})", name), variables[name]) for name in names)
-
-
-class _Sequence:
-    def __getitem__(self, index: int) -> int:
-        raise IndexError
-
-
-_OVER_SEQUENCES = (type(iter(_Sequence())), reversed)
-
-
-def _state_of_rare(value: Any) -> Any:
-    """Return what writes into a value change, where programs rarely write; None if it is of another kind."""
-    if is_a(value, _TEXTS):
-        return value.tell()
-    if type(value) is contextvars.ContextVar:
-        return value.get(GONE)
-    if type(value) is threading.local:  # of the caller's thread, which runs the first replica
-        return (*map(id, vars(value).values()), *vars(value))
-    if type(value) in _OVER_SEQUENCES:  # their length is that of a sequence of any class
-        return [*value.__reduce__()[2:], -1][0]
-    if type(value) is itertools.count:
-        return zlib.crc32(repr(value).encode())
-    if type(value).__module__ in ("builtins", "itertools") and is_a(value, Iterator):
-        return length_hint(value, 0)
-    return None
 
 
 class SharedWrites:
