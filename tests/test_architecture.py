@@ -179,13 +179,22 @@ def test_what_the_library_needs_is_what_the_package_asks_for():
     assert {re.split(r"[^\w.-]", requirement)[0] for requirement in required} == NEEDED
 
 
-def test_private_calls_of_torch_are_in_one_file():
+PRIVATE = "unisono.runtime.torch_private"
+OF_TORCH = {module for module in SOURCES if module.startswith(f"{PRIVATE}.")}
+
+
+def test_private_calls_of_torch_are_in_one_package():
     """But those of testing.py: a device of its own needs torch's device registry, which is private in parts."""
-    for module in SOURCES.keys() - {"unisono.runtime.torch_private", "unisono.testing"}:
+    for module in SOURCES.keys() - OF_TORCH - {"unisono.testing"}:
         for node in ast.walk(tree_of(module)):
             names = [dotted(node)] if isinstance(node, ast.Attribute) else names_imported(node)
             private = [name for name in names if f"{name}.".startswith("torch._C.")]
-            assert not private, f"{module}:{node.lineno}: {private} belongs in torch_private.py"
+            assert not private, f"{module}:{node.lineno}: {private} belongs in {PRIVATE}"
+
+
+def test_each_subject_of_private_names_has_a_file_of_tests_with_its_name():
+    folder = Path(__file__).parent / "runtime" / "torch_private"
+    assert {path.stem for path in folder.glob("*.py")} == {f"test_{module.split('.')[-1]}" for module in OF_TORCH}
 
 
 def test_signposts_lead_somewhere():
@@ -251,7 +260,7 @@ def test_nothing_of_torchs_data_parallel_is_used_but_its_name():
                 asked += [part for each in node.args[1:] for part in ast.walk(each)]
             elif isinstance(node, ast.Attribute):
                 name = dotted(node)
-                is_allowed = node in asked or module == "unisono.runtime.torch_private"
+                is_allowed = node in asked or module in OF_TORCH
                 assert is_allowed or not name.endswith("nn.parallel"), f"{module}:{node.lineno}: {name}"
                 if name.endswith("nn.DataParallel") and node not in asked:
                     assert module == "unisono.data_parallel"

@@ -45,7 +45,7 @@ from unisono.primitives.placements import check_have_data
 from unisono.primitives.replicate import check_device, live_tensors_of, unchanged_on_failure
 from unisono.primitives.split_sizes import split_rows
 from unisono.runtime import devices as _devices
-from unisono.runtime import timeline, torch_private
+from unisono.runtime import timeline
 from unisono.runtime.errors import ReplicaTimeout, add_note, is_of_replica, log_once, text_of
 from unisono.runtime.interrupts import critical, interruptibly
 from unisono.runtime.step_timer import StepTimer
@@ -53,6 +53,7 @@ from unisono.runtime.streams import Copies
 from unisono.runtime.thread_pool import inside_replica, replica_device, replica_path
 from unisono.runtime.thread_state import modes_that_stay
 from unisono.runtime.timeline import ReplicaTiming
+from unisono.runtime.torch_private import checkpoints, compiler, engine, foreach
 from unisono.runtime.tracebacks import is_raised_by_unisono
 from unisono.sync_batch_norm.function_mode import inside_synchronised_replica, run_synchronised
 from unisono.wrapper import Wrapper
@@ -138,7 +139,7 @@ def run(wrapper: Wrapper, method: str | None, inputs: tuple[Any, ...], kwargs: d
     """Run a call of the wrapper, whichever way it goes."""
     options, ranks = wrapper._options, wrapper._ranks
     is_compiling = torch.compiler.is_compiling()
-    if torch.compiler.is_exporting() if is_compiling else (torch_private.has_tracer() and _is_traced(inputs, kwargs)):
+    if torch.compiler.is_exporting() if is_compiling else (compiler.has_tracer() and _is_traced(inputs, kwargs)):
         return _on_the_module(wrapper, method, inputs, kwargs)
     if not options.devices:
         return _on_the_module(wrapper, method, inputs, kwargs)
@@ -164,8 +165,8 @@ def _is_traced(inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         raise TypeError(_TRACED)
     leaves = chain(pytree.leaves(inputs), pytree.leaves(kwargs))
     return (
-        torch_private.traces_with_jit()
-        or torch_private.is_tracing()
+        compiler.traces_with_jit()
+        or compiler.is_tracing()
         or any(isinstance(leaf, torch.fx.Proxy) for _, leaf in leaves)
     )
 
@@ -228,11 +229,11 @@ def _prepare_checkpoint(accelerators: Sequence[torch.device]) -> None:
         RuntimeError: there are several, and the checkpoint is not a reentrant one.
     """
     if torch.is_grad_enabled():  # in a reentrant one it is off
-        if not torch_private.has_checkpoint_hooks():
+        if not checkpoints.has_checkpoint_hooks():
             return
         if len(accelerators) > 1:
             raise RuntimeError(_CHECKPOINT_AROUND.format(devices=", ".join(map(str, accelerators))))
-    torch_private.add_to_checkpoint(accelerators, _devices.random_state)
+    checkpoints.add_to_checkpoint(accelerators, _devices.random_state)
 
 
 def _run_measured(
@@ -593,7 +594,7 @@ def plain_composition(
         shards, shard_kwargs = interruptibly(wrapper.scatter, inputs, kwargs, device_ids)
     before, no_replicas = plan_of_verbs.set(plan), live_tensors_of_verbs.set(())
     try:
-        with unchanged_on_failure(torch_private.of_one_kind(module.buffers())):
+        with unchanged_on_failure(foreach.of_one_kind(module.buffers())):
             replicas = interruptibly(wrapper.replicate, module, device_ids[: len(shards)])
             common = AnyReplicas(replicas, module)
             modules, live_modules = common.modules[0] if common.modules else [], common.live_modules
@@ -681,8 +682,8 @@ def _look_at_backward(watched: SharedWrites, output: Any, say: Callable[[], None
         say()
 
     def begin(grads: Any) -> None:
-        if watched.looks_at_backward and not torch_private.call_at_end_of_backward(end):
-            end()
+        if watched.looks_at_backward:
+            engine.call_at_end_of_backward(end)
 
     nodes = {id(tensor.grad_fn): tensor.grad_fn for _, tensor in pytree.tensors(output) if tensor.grad_fn is not None}
     for node in nodes.values():

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import pytest
 
 from unisono.autograd import boundary, bucket
-from unisono.autograd.bucket import BucketSums
 from unisono.distributed import gradient_sync
 from unisono.distributed.process_group import Communicator
 from unisono.engines.lanes import LaneOutput
@@ -50,10 +49,12 @@ FAULTS = {
     "no event after the copies": Fault(
         Copies, "_on_copy_streams", "self._last[reader, from_host] = _devices.Event(copy_stream(target, from_host))"
     ),
+    "no event after the parameters": Fault(
+        Copies, "_pass_along", "self._last[hop.reader, False] = _devices.Event(hop.arrives_on)"
+    ),
     "the sum does not wait for the gradients here": Fault(
         Copies, "wait_compute", "_devices.wait_stream(copy_stream(target), here)"
     ),
-    "the parameters do not wait for the last sums": Fault(BucketSums, "end", "self._copies.wait_copies(reader)"),
     "the boundary does not wait for the gradients of its outputs": Fault(boundary, "wait_for_makers", _MAKERS),
     "the gradients of inputs, or of a loss that left forward, are joined before they are computed": Fault(
         bucket, "wait_for_makers", _MAKERS
@@ -64,10 +65,9 @@ FAULTS = {
     ),
     # Memory is freed, and used again, too early.
     "no record_stream of a copy on its reader's stream": Fault(
-        Copies, "to", "copy.record_stream(self._computing[copy.device])"
+        Copies, "to", "copy.record_stream(self._computing[target])"
     ),
     "a gradient here is not kept for the copy stream": Fault(Copies, "keep", _MADE.format("device")),
-    "a gradient there is not kept for the copy stream": Fault(Copies, "to_add", _MADE.format("source")),
     "no record_stream of a sum on the compute stream": Fault(Copies, "record_stream", _COMPUTE),
     "no record_stream of the gradients of inputs, or of a loss that left forward": Fault(
         bucket, "wait_for_makers", _MAKERS, "wait_for_maker(stream, [])"
@@ -82,8 +82,8 @@ FAULTS = {
     "a copy to the host is not waited for": Fault(devices, "copied_to", "non_blocking=not wait", "non_blocking=True"),
     "a begun copy to the host is not waited for": Fault(devices, "queued_work", "queued.wait()"),
     # The caller's buffers are written into again before they have been read.
-    "a batch on a device may be overwritten too early": Fault(
-        Copies, "__exit__", "_devices.wait_stream(torch.accelerator.current_stream(source), stream)"
+    "a batch on a device may be overwritten too early, and parameters do not wait for the last sums": Fault(
+        Copies, "__exit__", "_devices.wait_stream(torch.accelerator.current_stream(device), stream)"
     ),
     "a batch in pinned memory may be overwritten too early": Fault(Copies, "__exit__", "event.wait()"),
 }

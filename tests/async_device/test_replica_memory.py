@@ -136,7 +136,7 @@ def test_a_copy_waits_for_the_readers() -> None:
 
 
 def test_a_copy_that_does_not_wait_for_the_readers_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    fault = Fault(Copies, "fill", "event.let_wait(stream)")
+    fault = Fault(Copies, "fill", "event.let_wait(hop.arrives_on)")
     with pytest.raises(AssertionError, match="Mismatched elements"):
         assert_nothing_is_overwritten_without_outputs(lambda: fault.plant(monkeypatch))
 

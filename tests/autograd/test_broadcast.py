@@ -37,17 +37,17 @@ def wrap(module: nn.Module, num_replicas: int) -> DataParallel:
 def copied(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
     """The sizes of what is copied from now on, in order."""
     sizes: list[torch.Size] = []
-    to_add, fill = Copies.to_add, Copies.fill
+    to, fill = Copies.to, Copies.fill
 
     def noting(self: Copies, tensor: torch.Tensor, reader: int) -> torch.Tensor:
         sizes.append(tensor.size())
-        return to_add(self, tensor, reader)
+        return to(self, tensor, reader)
 
-    def noting_all(self: Copies, memory: Any, values: list[torch.Tensor], reader: int, *others: Any) -> None:
-        sizes.extend(value.size() for value in values)
-        fill(self, memory, values, reader, *others)
+    def noting_all(self: Copies, memories: Any, values: list[torch.Tensor], *others: Any) -> None:
+        sizes.extend(value.size() for _ in memories for value in values)
+        fill(self, memories, values, *others)
 
-    monkeypatch.setattr(Copies, "to_add", noting)
+    monkeypatch.setattr(Copies, "to", noting)
     monkeypatch.setattr(Copies, "fill", noting_all)
     return sizes
 

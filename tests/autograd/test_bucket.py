@@ -29,9 +29,9 @@ from unisono.autograd.bucket import (
     own_tensors,
     token_of,
 )
-from unisono.runtime import torch_private
 from unisono.runtime.buckets import SHARED_BUCKET_BYTES, BucketPlan
 from unisono.runtime.streams import Copies
+from unisono.runtime.torch_private import engine, tensor_objects
 from unisono.testing import separate_memory
 
 SIZE = 8
@@ -76,7 +76,7 @@ class Reduce(NamedTuple):
         """Return the sum of each live tensor's gradients in what `backward` does."""
         devices = [CPU for _ in replicas.own]
         with BucketSums(replicas.plan, devices, is_flat=self.is_flat, on_ready=on_ready) as sums:
-            with torch_private.seen_by_backward({replicas.collector: sums.add}):
+            with engine.seen_by_backward({replicas.collector: sums.add}):
                 backward()
             return sums.end()
 
@@ -219,13 +219,13 @@ def test_a_kept_graph_runs_backward_again(reduce: Reduce) -> None:
 def test_a_bucket_is_summed_while_backward_runs(reduce: Reduce, monkeypatch: pytest.MonkeyPatch) -> None:
     """N10: the last parameters first. What is missing is not waited for, and is not copied."""
     copied: list[int] = []
-    to_add = Copies.to_add
+    pass_on = Copies.pass_on
 
     def noting(self: Copies, tensor: torch.Tensor, reader: int) -> torch.Tensor:
         copied.append(tensor.numel())
-        return to_add(self, tensor, reader)
+        return pass_on(self, tensor, reader)
 
-    monkeypatch.setattr(Copies, "to_add", noting)
+    monkeypatch.setattr(Copies, "pass_on", noting)
     replicas = Replicas.of(zeros(4), 2)
     first, second = replicas.own
     ready: list[tuple[int, list[list[float] | None]]] = []
@@ -393,22 +393,22 @@ def test_a_large_gradient_that_others_refer_to_is_not_written_into(of: str) -> N
 def test_which_tensor_may_be_written_into() -> None:
     """N1: what shares its memory, with a view, an array or another process, may not; a fresh tensor may."""
     fresh = [torch.ones(4)]
-    assert torch_private.is_only_reference(fresh)
+    assert tensor_objects.is_only_reference(fresh)
     for make in (torch.Tensor.detach, lambda tensor: tensor[:2], lambda tensor: tensor):
         other = [make(fresh[0])]
-        assert not torch_private.is_only_reference(fresh)
-        assert not torch_private.is_only_reference(other)
+        assert not tensor_objects.is_only_reference(fresh)
+        assert not tensor_objects.is_only_reference(other)
         other.clear()
-        assert torch_private.is_only_reference(fresh)
+        assert tensor_objects.is_only_reference(fresh)
     for keep in (torch.Tensor.untyped_storage, torch.Tensor.numpy, torch.utils.dlpack.to_dlpack):
         shared = [torch.ones(4)]
         kept = keep(shared[0])
-        assert not torch_private.is_only_reference(shared)
+        assert not tensor_objects.is_only_reference(shared)
         del kept
     for foreign in (
         torch.from_numpy(np.ones(4)),
         torch.frombuffer(bytearray(8), dtype=torch.float32),
         torch.ones(4).share_memory_(),
     ):
-        assert not torch_private.is_only_reference([foreign])
-    assert not torch_private.is_only_reference([torch.ones(2, 2).to_sparse()])
+        assert not tensor_objects.is_only_reference([foreign])
+    assert not tensor_objects.is_only_reference([torch.ones(2, 2).to_sparse()])

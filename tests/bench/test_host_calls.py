@@ -12,10 +12,10 @@ from unisono.runtime.thread_pool import OBJECTS_HAVE_THREADS
 
 BOUNDS = {  # for each parameter, and for the whole step
     ("one memory", 1): (0, 20),
-    ("one memory", 2): (0, 810),
-    ("one memory", 8): (0, 1010),
-    ("separate memory", 2): (0, 930),
-    ("separate memory", 8): (0, 1330),
+    ("one memory", 2): (0, 780),
+    ("one memory", 8): (0, 980),
+    ("separate memory", 2): (0, 900),
+    ("separate memory", 8): (0, 1300),
 }
 
 

@@ -99,7 +99,7 @@ class Counted:
 
 def lane_threads() -> set[threading.Thread]:
     """Return the threads that work for a call now; the pool keeps them when they have ended."""
-    return {worker.thread for worker in thread_pool._pool._busy if worker.thread.is_alive()}
+    return {worker.thread for worker in thread_pool.pool._busy if worker.thread.is_alive()}
 
 
 @contextlib.contextmanager

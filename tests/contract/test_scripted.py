@@ -13,7 +13,7 @@ from helpers.comparisons import assert_same_state, assert_unchanged, train_both
 from helpers.contract import KIND, Wrap, in_turn
 from helpers.garbage import no_garbage
 from unisono import data_parallel, replicate
-from unisono.runtime import torch_private
+from unisono.runtime.torch_private import torchscript
 
 
 @pytest.fixture
@@ -167,11 +167,11 @@ def test_nothing_keeps_replicas_alive(wrap: Wrap) -> None:
 
 def test_where_torch_does_it_in_another_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """R10: an error with the remedy."""
-    assert torch_private.can_take_scripts_apart()
-    assert not torch_private.is_scripted(linear())
+    assert torchscript.can_take_scripts_apart()
+    assert not torchscript.is_scripted(linear())
     module = nn.Sequential(traced())
     monkeypatch.delattr(torch.jit._script, "OrderedModuleDict")
-    assert not torch_private.can_take_scripts_apart()
+    assert not torchscript.can_take_scripts_apart()
     with pytest.raises(TypeError, match="wrap the Python module that it was made from"):
         replicate(module, TWO)
 

@@ -853,7 +853,7 @@ def test_a_failure_aborts_the_groups_of_accelerators(communicator, monkeypatch):
     devices = made.agree_on_devices(GPU)
     for purpose in ("gradients", "batch norm"):
         made.group_for(devices, purpose)
-    monkeypatch.setattr(process_group.torch_private, "abort_group", aborted.append)
+    monkeypatch.setattr(process_group.process_groups, "abort_group", aborted.append)
     monkeypatch.setattr(environment, "failed", threading.Event())
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda: ended.append(True))

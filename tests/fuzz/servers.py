@@ -22,7 +22,7 @@ from fuzz.compare import Difference, Outcome, run
 from fuzz.program import Program
 from fuzz.side import ONE_PROCESS, Rank, make_asynchronous_devices
 from helpers.forked import context
-from unisono.runtime import torch_private
+from unisono.runtime.torch_private import checkpoints
 
 NUM_RANKS = 2
 _MOST_TEXT = 6000  # of the stacks of a program that hangs
@@ -136,7 +136,7 @@ def _serve(
         agree = partial(_agree, torch.distributed.new_group(backend="gloo", timeout=timedelta(seconds=limit_s)))
     if prepare is not None:
         prepare()
-    torch_private.load_checkpoints()  # whose modules leave frames
+    checkpoints.load_checkpoints()  # whose modules leave frames
     gc.collect()
     gc.freeze()  # collections look at what programs make, not at torch
     with open(Path(folder, f"stacks-{number}"), "w") as stacks:

@@ -41,7 +41,7 @@ def say_torch_has(
     patch.setattr(torch, "get_device_module", lambda device=None: module)
     patch.setattr(devices, "accelerators", lambda: present)
     patch.setattr(devices, "computes_on_host", lambda device: device.type == "cpu")
-    patch.setattr("unisono.runtime.torch_private.free_memory_bytes", lambda device: memory[device.index] * GIB)
+    patch.setattr("unisono.runtime.devices.free_memory_bytes", lambda device: memory[device.index] * GIB)
     patch.setattr("unisono.monitor.inventory._copy_bytes_per_s", lambda source, target: 45e9)
     patch.setattr(devices, "copies_arrive", lambda source, target: {source.index, target.index} != {0, 2})
     return present

@@ -29,7 +29,7 @@ def wait_for_workers() -> None:
     if thread_pool.OBJECTS_HAVE_THREADS:
         for _ in range(4):
             done: SimpleQueue[Any] = SimpleQueue()
-            for _ in range(thread_pool._pool.run_idle(done)):
+            for _ in range(thread_pool.pool.run_idle(done)):
                 done.get(timeout=60)
 
 

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from unisono import DataParallel
-from unisono.runtime import torch_private
+from unisono.runtime.torch_private import modes
 
 _CHECKS = {"CALL", "CALL_FUNCTION_EX", "CALL_KW", "JUMP_BACKWARD"}
 _ROWS, _WIDTH = 7, 3
@@ -185,11 +185,11 @@ def _thread_state(num_threads: int) -> dict[str, bool]:
         f"torch.get_num_threads() is {torch.get_num_threads()}": torch.get_num_threads() == num_threads,
         "gradients are off": torch.is_grad_enabled(),
         "inference mode is on": not torch.is_inference_mode_enabled(),
-        "autocast is on": not torch_private.any_autocast(),
+        "autocast is on": not modes.any_autocast(),
         "the garbage collector is off": gc.isenabled(),
         "a function mode is left": not torch._C._len_torch_function_stack(),
         "a dispatch mode is left": not torch._C._len_torch_dispatch_stack(),
-        "saved-tensor hooks are left": not torch_private.has_saved_tensor_hooks(),
+        "saved-tensor hooks are left": not modes.has_saved_tensor_hooks(),
         "a stand-in is left": vars(torch.random)["default_generator"] is torch.default_generator,
         "another handler of SIGINT is left": signal.getsignal(signal.SIGINT) is signal.default_int_handler,
     }

@@ -32,9 +32,9 @@ class LateCopies(Copies):
         super().__init__(devices)
         self._pending: list[tuple[int, torch.Tensor, torch.Tensor]] = []
 
-    def to_add(self, tensor: torch.Tensor, reader: int, *, is_made_for_this: bool = False) -> torch.Tensor:
+    def to(self, tensor: torch.Tensor, reader: int) -> torch.Tensor:
         if not is_plain(tensor) or tensor.is_inference() or not tensor.numel():
-            return super().to_add(tensor, reader, is_made_for_this=is_made_for_this)
+            return super().to(tensor, reader)
         copy = torch.empty_like(tensor)
         copy.fill_(float("nan") if copy.is_floating_point() or copy.is_complex() else 77)
         with self._lock:
@@ -43,15 +43,16 @@ class LateCopies(Copies):
 
     def fill(
         self,
-        memory: Sequence[torch.Tensor],
+        memories: Sequence[Sequence[torch.Tensor]],
         values: Sequence[torch.Tensor],
-        reader: int,
-        readers_before: Iterable[Event] = (),
+        readers: Sequence[int],
+        readers_before: Sequence[Iterable[Event]],
     ) -> None:
-        for to, value in zip(memory, values, strict=True):
-            to.fill_(float("nan") if to.is_floating_point() or to.is_complex() else 77)
-            with self._lock:
-                self._pending.append((reader, to, value))
+        for reader, memory in zip(readers, memories, strict=True):
+            for to, value in zip(memory, values, strict=True):
+                to.fill_(float("nan") if to.is_floating_point() or to.is_complex() else 77)
+                with self._lock:
+                    self._pending.append((reader, to, value))
 
     def _make(self, reader: int | None = None) -> None:
         with self._lock, torch.no_grad():

@@ -2,21 +2,22 @@
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from unisono.primitives.change_tracking import GONE, DictSnapshot, TensorSnapshot
-from unisono.runtime import torch_private
+from unisono.runtime.torch_private import tensor_objects
 
 
 @pytest.fixture(params=["guards", "no guards", "gradients off"], autouse=True)
 def guards(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Let all tests run with torch's guards, in a release of torch without them, and where they do not see all."""
+    """Let all tests run with torch's guards, with those of a later torch, and where they do not see all."""
     if request.param == "no guards":
-        monkeypatch.setattr(torch_private, "_guards", None)
-        monkeypatch.setattr(torch_private, "dict_version", None)
+        monkeypatch.setattr(tensor_objects, "_guards", SimpleNamespace(TensorGuards=lambda *tensors: None))
+        monkeypatch.setattr(tensor_objects, "dict_version", None)
     with torch.set_grad_enabled(request.param != "gradients off"):
         yield
 

@@ -317,3 +317,13 @@ def test_numbers_are_pinned_whatever_the_default_device_is(monkeypatch):
     monkeypatch.setattr(devices.torch, "tensor", tensor)
     assert devices.numbers([1.0, 1.0], torch.float64, CPU).tolist() == [1.0, 1.0]
     assert asked == [("cpu", True)]
+
+
+def test_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the call for every accelerator, else by CUDA's, else none that is known of."""
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda device: (device.index, 9), raising=False)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (device.index + 1, 9))
+    for owner, name, expected in ((torch.accelerator, "get_memory_info", 5), (torch.cuda, "mem_get_info", 6)):
+        assert devices.free_memory_bytes(torch.device("cuda", 5)) == expected
+        monkeypatch.delattr(owner, name)
+    assert devices.free_memory_bytes(torch.device("cuda", 5)) == 0

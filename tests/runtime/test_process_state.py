@@ -22,7 +22,8 @@ from torch.utils.checkpoint import checkpoint
 from helpers.in_time import WAIT_S, in_time
 from helpers.modules import Calls
 from unisono import DataParallel, ReplicaTimeout
-from unisono.runtime import process_state, torch_private
+from unisono.runtime import process_state
+from unisono.runtime.torch_private import process_wide
 
 TWO = ["cpu"] * 2
 TIMES = 30  # replicas overlap in another way each time
@@ -294,7 +295,7 @@ def test_cached_parametrizations_in_forward(caplog: pytest.LogCaptureFixture) ->
     meet = lambda: None  # noqa: E731 - the plain module is alone
     net(two_rows()).sum().backward()
     torch.testing.assert_close(found, [parameter.grad for parameter in net.parameters()])
-    assert not torch_private.caches_parametrizations()
+    assert not process_wide.caches_parametrizations()
 
 
 def test_warnings_are_caught_in_forward() -> None:

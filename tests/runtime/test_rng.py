@@ -18,8 +18,9 @@ from helpers.contract import in_threads
 from helpers.forks import in_a_fork
 from helpers.modules import PassingMode
 from unisono import data_parallel, parallel_apply
-from unisono.runtime import devices, rng, torch_private
+from unisono.runtime import devices, rng
 from unisono.runtime.rng import operations_that_draw, own_streams
+from unisono.runtime.torch_private import dispatcher
 
 CPU = torch.device("cpu")
 WAIT_S = 15.0
@@ -230,7 +231,7 @@ def test_higher_order_operators() -> None:
         return F.dropout(x)
 
     assert_streams(draw, same_as=F.dropout)
-    assert torch_private.catch_operations({}) is None, "the key is taken"
+    assert dispatcher.catch_operations({}) is None, "the key is taken"
 
 
 def test_simulated_accelerators(sim: Sequence[torch.device]) -> None:
@@ -326,7 +327,7 @@ def test_a_subclass_that_knows_no_generator_works_and_is_reported(caplog: pytest
 
 def test_where_torch_offers_no_way(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """N6: everything runs, on one generator; what draws is reported."""
-    monkeypatch.setattr(torch_private, "catch_operations", lambda handlers: None)
+    monkeypatch.setattr(dispatcher, "catch_operations", lambda handlers: None)
     monkeypatch.setattr(rng, "_process", rng._Process())
     run(torch.tanh)
     assert not logged(caplog)

@@ -7,7 +7,6 @@ import torch
 
 from helpers.modules import Fn, WithBackward
 from unisono import DataParallel
-from unisono.runtime import torch_private
 from unisono.runtime.step_timer import StepTimer
 
 CPU = [torch.device("cpu")]
@@ -78,9 +77,3 @@ def test_without_a_backward_there_is_no_time_and_no_graph_is_kept():
     del timer, output
     assert alive() is None
     assert seconds == []
-
-
-def test_a_torch_that_cannot_tell_the_end_of_backward(monkeypatch):
-    """S16: nothing is timed."""
-    monkeypatch.setattr(torch.autograd.Variable, "_execution_engine", object())
-    assert not torch_private.call_at_end_of_backward(lambda: None)

@@ -215,8 +215,10 @@ def test_a_copy_that_fails(machine: Machine, monkeypatch: pytest.MonkeyPatch) ->
 def test_memory_that_computation_never_reads_is_free_again_soon(machine: Machine) -> None:
     """N10: what is only added to something beside computation is not held until computation has come as far."""
     far = machine.computed_on(B)
-    with Copies([A]) as copies:
-        part = copies.to_add(far, 0)
+    with Copies([A, B]) as copies:
+        copies.wait_compute(1)
+        copies.keep(far)
+        part = copies.pass_on(far, 0)
         with copies.on_copy_stream(0):
             part.read_on(machine.current[A])
     assert part.recorded == []
@@ -237,10 +239,11 @@ def test_tensors_that_another_thread_makes_on_a_stream_of_its_own(machine: Machi
 def test_sums_beside(machine: Machine) -> None:
     """N1: `on_copy_stream` work runs after the copies and what it waits for; `wait_copies` waits for it too."""
     own, far = machine.computed_on(A), machine.computed_on(B)
-    with Copies([A]) as copies:
-        part = copies.to_add(far, 0)
-        copies.wait_compute(0)
-        copies.keep(own)
+    with Copies([A, B]) as copies:
+        for reader, tensor in enumerate([own, far]):
+            copies.wait_compute(reader)
+            copies.keep(tensor)
+        part = copies.pass_on(far, 0)
         with copies.on_copy_stream(0):
             for tensor in (own, part):
                 tensor.read_on(machine.current[A])
@@ -248,10 +251,11 @@ def test_sums_beside(machine: Machine) -> None:
         copies.record_stream(total, 0)
         copies.wait_copies(0)
         total.read_on(machine.computing[A])
-    assert all(tensor.may_be_freed() for tensor in (far, part, total))
-    # It stays until the block ends. Then what is freed is free at once, however far the host is ahead.
-    assert own.recorded == []
-    assert all(read <= machine.computing[A].operation() for read, _ in own.reads)
+    assert all(tensor.may_be_freed() for tensor in (part, total))
+    # What is kept stays until the block ends. Then what is freed is free at once, however far the host is ahead.
+    assert own.recorded == far.recorded == []
+    for tensor in (own, far):
+        assert all(read <= machine.computing[tensor.device].operation() for read, _ in tensor.reads)
 
 
 def test_reads_are_queued_on_the_stream_that_computes(machine: Machine) -> None:

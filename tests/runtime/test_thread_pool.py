@@ -9,7 +9,6 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -21,9 +20,10 @@ from helpers.garbage import no_garbage, wait_for_workers
 from helpers.in_time import WAIT_S, in_time
 from helpers.modules import PassingMode
 from helpers.programs import run_script
-from unisono.runtime import thread_pool, torch_private
-from unisono.runtime.thread_pool import Background, Outcome, inside_replica, replica_path, run_together
+from unisono.runtime import thread_pool
+from unisono.runtime.thread_pool import Outcome, inside_replica, replica_path, run_together
 from unisono.runtime.thread_state import ThreadState
+from unisono.runtime.torch_private import modes
 
 CPU = torch.device("cpu")
 
@@ -61,7 +61,7 @@ def test_tasks_know_that_they_are_replicas_and_which() -> None:
 
 def test_workers_are_kept_and_used_again_in_the_same_order() -> None:
     """F5"""
-    thread_pool._pool.stop()
+    thread_pool.pool.stop()
     stuck = worker_threads()  # in earlier tests
     first = values(*[threading.get_ident] * 3)
     threads = worker_threads() - stuck
@@ -116,7 +116,7 @@ def test_ctrl_c_while_workers_are_busy(by_caller: Callable[[], None], by_worker:
 def test_an_abandoned_worker_ends_silently(monkeypatch: pytest.MonkeyPatch, when: str) -> None:
     """F3: it is interrupted at its next Python instruction; nothing is printed. Many times: there is a race in it."""
     printed: list[Any] = []
-    thread_pool._pool.stop()
+    thread_pool.pool.stop()
     stuck = worker_threads()  # in earlier tests
     monkeypatch.setattr(threading, "excepthook", printed.append)
     for _ in range(30):
@@ -133,7 +133,7 @@ def test_an_abandoned_worker_ends_silently(monkeypatch: pytest.MonkeyPatch, when
 
         with pytest.raises(KeyboardInterrupt):
             run(interrupted, task)
-    thread_pool._pool.stop()
+    thread_pool.pool.stop()
     assert worker_threads() <= stuck
     assert [args.exc_type for args in printed] == []
 
@@ -168,8 +168,8 @@ def test_a_checkpoint_that_fails_leaves_no_hooks_in_its_thread() -> None:
     """R13, F1: as long as the error lives, too; older releases of torch leave that to the error's end."""
     failed = run(*[partial(checkpoint, raises(ValueError()), use_reentrant=False)] * 3)
     assert [type(outcome.error) for outcome in failed] == [ValueError] * 3
-    assert values(*[torch_private.has_saved_tensor_hooks] * 3) == [False] * 3
-    assert not torch_private.has_saved_tensor_hooks()
+    assert values(*[modes.has_saved_tensor_hooks] * 3) == [False] * 3
+    assert not modes.has_saved_tensor_hooks()
 
 
 def test_torch_compiles_after_dispatch_modes_that_overlapped() -> None:
@@ -234,94 +234,7 @@ def test_where_no_thread_can_start_nothing_is_left_behind(monkeypatch: pytest.Mo
     monkeypatch.setattr(threading.Thread, "start", fails)
     with pytest.raises(RuntimeError, match="can't start"):
         run(*[int] * 20)
-    assert not thread_pool._thread_counts._running
-
-
-# ---- in the background ---------------------------------------------------------------------------
-
-
-def in_background(*tasks: Callable[[], Any], at_end: Callable[[], None] = lambda: None) -> Background:
-    with torch.no_grad():
-        state = ThreadState.capture()
-    return Background(tasks, [CPU] * len(tasks), state, stop=lambda: None, at_end=at_end)
-
-
-def test_background_tasks_run_while_the_caller_goes_on() -> None:
-    """I1, I4: all at once, as replicas, with the state that they are given; the last one calls `at_end`."""
-    go, ended, seen = threading.Event(), SimpleQueue(), SimpleQueue()
-
-    def task() -> None:
-        seen.put((replica_path(), torch.is_grad_enabled()))
-        assert go.wait(WAIT_S)
-
-    background = in_background(task, task, at_end=lambda: ended.put(threading.get_ident()))
-    assert sorted(seen.get(timeout=WAIT_S) for _ in range(2)) == [((0,), False), ((1,), False)]
-    assert not inside_replica()
-    assert torch.is_grad_enabled()
-    assert not background.has_ended
-    assert ended.empty()
-    go.set()
-    in_time(background.wait)
-    assert background.has_ended
-    assert ended.get(timeout=WAIT_S) != threading.get_ident()
-    assert ended.empty()
-
-
-def test_what_a_background_task_raises_ends_that_task_only() -> None:
-    """I6: `wait` returns, and the error is nobody else's."""
-
-    def fail() -> None:
-        raise ValueError("as asked")
-
-    in_time(in_background(fail, lambda: None).wait)
-
-
-def test_a_background_that_cannot_start_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """I7: where the system has no thread left; `stop` and `at_end` are called, and other calls have the workers."""
-    ended, stopped = SimpleQueue(), threading.Event()
-    in_time(in_background(lambda: None).wait)
-    (first,) = thread_pool._pool.borrow([CPU])
-    thread_pool._pool.give_back([first])
-
-    def no_thread(device: torch.device) -> None:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(thread_pool._pool, "_idle", [first])
-    monkeypatch.setattr(thread_pool, "_Worker", no_thread)
-    tasks = [lambda: stopped.wait(WAIT_S)] * 2
-    state = ThreadState.capture()
-    with pytest.raises(RuntimeError, match="can't start"):
-        Background(tasks, [CPU] * 2, state, stop=stopped.set, at_end=lambda: ended.put(None))
-    assert stopped.is_set()
-    assert ended.get(timeout=WAIT_S) is None
-    assert thread_pool._pool._idle == [first]
-
-
-def test_background_tasks_have_the_threads_of_their_devices_each_time() -> None:
-    """I4: torch's caches are in them. A task that is stuck keeps its thread for itself."""
-
-    def threads_of(*devices: torch.device) -> list[threading.Thread]:
-        found: dict[int, threading.Thread] = {}
-        tasks = [partial(lambda i: found.update({i: threading.current_thread()}), i) for i, _ in enumerate(devices)]
-        background = Background(tasks, devices, ThreadState.capture(), stop=lambda: None, at_end=lambda: None)
-        in_time(background.wait)
-        return [found[i] for i, _ in enumerate(devices)]
-
-    other = torch.device("meta")
-    first = threads_of(CPU, other)
-    assert threads_of(other, CPU) == first[::-1]
-    stuck, release = SimpleQueue(), threading.Event()
-
-    def wait() -> None:
-        stuck.put(threading.current_thread())
-        assert release.wait(WAIT_S)
-
-    background = in_background(wait)
-    assert stuck.get(timeout=WAIT_S) is first[0]
-    background.abandon(0)
-    assert threads_of(CPU) != first[:1]
-    release.set()
-    in_time(first[0].join)
+    assert not thread_pool.thread_counts._running
 
 
 # ---- threads of torch ------------------------------------------------------------------------------

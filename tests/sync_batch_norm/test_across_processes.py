@@ -53,8 +53,8 @@ def as_on_accelerators(patch: pytest.MonkeyPatch) -> Counter[str]:
     calls = use_kernels(patch)
     patch.setattr(process_group.Communicator, "waits_on_host", lambda self, group: group in (None, self._control))
     patch.setattr(
-        process_group.torch_private,
-        "all_gather_into",
+        process_group,
+        "_all_gather_into",
         lambda flat, mine, group: torch.distributed.all_gather(list(flat), mine, group, True),
     )
     return calls

@@ -40,20 +40,19 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import compress, repeat
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import torch
 
 from unisono.autograd.bucket import Gradients, order_of_sums
 from unisono.autograd.replica_graph import Joined, ReplicaGraphs
 from unisono.runtime import devices as _devices
-from unisono.runtime import timeline, torch_private
+from unisono.runtime import timeline
 from unisono.runtime.errors import add_note, text_of
 from unisono.runtime.interrupts import critical
 from unisono.runtime.streams import current_streams_of, wait_for_makers
+from unisono.runtime.torch_private import engine, graph_nodes
 from unisono.runtime.tracebacks import without_own_frames
-
-T = TypeVar("T")
 
 _KEEP_GRAPH = (
     "backward reaches both the module's output and a tensor that left forward another way (a hook or a list "
@@ -132,13 +131,13 @@ class _Output(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[None, ...]:
-        number = torch_private.number_of_backward()
+        number = engine.number_of_backward()
         if number not in ctx.incoming:
             new = _Incoming([None] * ctx.num_outputs)
             ref = weakref.ref(new)
             is_first = ctx.incoming.setdefault(number, ref) is ref  # outputs on other devices come from other threads
-            if is_first and not torch_private.call_at_end_of_backward(new.end):
-                ctx.incoming[number] = partial(_same, new)
+            if is_first:
+                engine.call_at_end_of_backward(new.end)
         incoming = ctx.incoming[number]()
         if grad is not None:
             incoming.grads[ctx.number] = grad
@@ -148,7 +147,7 @@ class _Output(torch.autograd.Function):
         return None, None, None, None
 
 
-torch_private.note_hooks_of_nodes(_Output)
+graph_nodes.note_hooks_of_nodes(_Output)
 
 
 class _Level(torch.autograd.Function):
@@ -170,8 +169,8 @@ class _Level(torch.autograd.Function):
     @critical
     def backward(ctx: Any, _: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         next_token, *nodes = [node for node, _ in ctx.next_functions]
-        number = torch_private.number_of_backward()
-        goes_on = torch_private.backward_runs(next_token)
+        number = engine.number_of_backward()
+        goes_on = engine.backward_runs(next_token)
         incoming = ctx.incoming[number]() if goes_on else ctx.incoming.pop(number)()
         found = _gradients_of_lower(ctx.graphs, incoming, dict(zip(ctx.lower, nodes, strict=True)), goes_on=goes_on)
         return None, None, None, None, *[found.get(number) for number in ctx.lower]
@@ -195,7 +194,7 @@ class _Replicas(torch.autograd.Function):
     @without_own_frames
     @critical
     def backward(ctx: Any, _: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        incoming: _Incoming = ctx.incoming.pop(torch_private.number_of_backward())()
+        incoming: _Incoming = ctx.incoming.pop(engine.number_of_backward())()
         step = ctx.graphs.step
         try:
             if step is None or not step.is_open:  # none where replicas were run again after the profile has ended
@@ -234,7 +233,7 @@ def _backward(ctx: Any, incoming: _Incoming) -> tuple[torch.Tensor | None, ...]:
     higher, needed = torch.is_grad_enabled(), graphs.needed_inputs(ctx)
     # Losses that left forward in another way go through the same graphs in this backward, later.
     others_follow = graphs.buckets_will_run()
-    keep = graphs.are_needed_later or torch_private.backward_keeps_graph()
+    keep = graphs.are_needed_later or engine.backward_keeps_graph()
     on_backward, graphs.on_backward = graphs.on_backward, None
     if others_follow and not graphs.on_host and graphs.has_module_hooks():
         raise RuntimeError(_MODULE_HOOKS)
@@ -267,8 +266,8 @@ def _backward(ctx: Any, incoming: _Incoming) -> tuple[torch.Tensor | None, ...]:
         if reduction is not None:
             reduction.failed(error)
         raise
-    if on_backward is not None and not torch_private.call_at_end_of_backward(on_backward):
-        on_backward()
+    if on_backward is not None:
+        engine.call_at_end_of_backward(on_backward)
     start, num_earlier = 0, len(graphs.captured.earlier)
     for collector in ctx.collectors[:-1]:
         collector.add_of_boundary(found[start : start + len(collector.live)])
@@ -281,10 +280,6 @@ def _nothing() -> None:
     pass
 
 
-def _same(value: T) -> T:
-    return value
-
-
 def _gradients_of_lower(
     graphs: ReplicaGraphs, incoming: _Incoming, nodes: Mapping[int, Any], *, goes_on: bool
 ) -> dict[int, torch.Tensor | None]:
@@ -294,7 +289,7 @@ def _gradients_of_lower(
         nodes: those of the outputs, by their numbers.
         goes_on: whether the backward goes on to the lower level's token.
     """
-    grads, is_restricted = incoming.here(), torch_private.backward_is_restricted()
+    grads, is_restricted = incoming.here(), engine.backward_is_restricted()
     # `torch.autograd.grad` may ask for them, or for what is behind them: that is the same from here.
     is_sure = not (is_restricted and goes_on)
     lower_level = max(graphs.levels[k] for k in nodes)
@@ -313,7 +308,7 @@ def _gradients_of_lower(
         options: Any = {
             "outputs": wanted,
             "totals": incoming.totals,
-            "keep": goes_on or graphs.are_needed_later or torch_private.backward_keeps_graph(),
+            "keep": goes_on or graphs.are_needed_later or engine.backward_keeps_graph(),
             "in_device_thread": incoming.is_in_device_thread(),
             "checkpoints": not (is_sure and is_restricted),  # else a reentrant one is an error, as torch's
         }
@@ -321,7 +316,7 @@ def _gradients_of_lower(
         try:
             gradients = run() if graphs.replay is None else graphs.replay.run(graphs, run)
         except RuntimeError as error:
-            if "donated buffers" in text_of(error) and not torch_private.backward_keeps_graph():
+            if "donated buffers" in text_of(error) and not engine.backward_keeps_graph():
                 add_note(error, _WAY_RUNS_TWICE)
             raise
     found = dict(zip(wanted, gradients, strict=True))

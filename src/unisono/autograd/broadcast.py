@@ -116,9 +116,11 @@ class CoalescedBroadcast:
                 computing = copies.computing_on(i)
                 if (i, source) not in self._memory:
                     self._memory[i, source] = _Memory(buckets, self._devices[i], computing)
-                memory = self._memory[i, source]
-                memory.computing = computing
-                copies.fill(memory.flats, values, i, memory.readers)
+                self._memory[i, source].computing = computing
+            memories = [self._memory[i, source] for i in self._remote[source]]
+            flats, readers = [each.flats for each in memories], [each.readers for each in memories]
+            copies.fill(flats, values, self._remote[source], readers)
+            for memory in memories:
                 torch.autograd.graph.increment_version(memory.views)
 
     def note_readers(self) -> None:

@@ -38,10 +38,11 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from unisono.runtime import devices as _devices
-from unisono.runtime import timeline, torch_private
+from unisono.runtime import timeline
 from unisono.runtime.buckets import Bucket, BucketPlan, added, is_plain
 from unisono.runtime.interrupts import uninterruptible
 from unisono.runtime.streams import Copies, current_streams_of, wait_for_makers
+from unisono.runtime.torch_private import engine, foreach, graph_nodes, tensor_objects
 from unisono.runtime.tracebacks import without_own_frames
 
 Gradients: TypeAlias = list[torch.Tensor | None]
@@ -179,7 +180,7 @@ class Collector:
 
     def receive(self, bucket: int, replica: int, gradients: Sequence[torch.Tensor | None]) -> None:
         """Receive the gradients of a bucket of a replica. Called by torch's engine, in any of its threads."""
-        receivers: Receivers = torch_private.seen_in_backward()
+        receivers: Receivers = engine.seen_in_backward()
         if self.frozen:
             gradients = [None if (bucket, replica, n) in self.frozen else each for n, each in enumerate(gradients)]
         has_gradients = bool([gradient for gradient in gradients if gradient is not None])
@@ -190,7 +191,7 @@ class Collector:
             if has_gradients:
                 self.inside.add(Contribution.of(bucket, replica, gradients))
         else:
-            number = torch_private.number_of_backward()
+            number = engine.number_of_backward()
             reduction = backward.reduction if (backward := self.running(number)) is not None else None
             if reduction is not None and reduction.takes_buckets:
                 if has_gradients:  # a single one is a view, perhaps; without its base it may have its memory to itself
@@ -211,11 +212,11 @@ class Collector:
         Args:
             all_reduce: sums these, and what has come beside them, over the ranks; None: there is nothing to be done.
         """
-        self._of_boundaries.setdefault(torch_private.number_of_backward(), []).append((gradients, all_reduce))
+        self._of_boundaries.setdefault(engine.number_of_backward(), []).append((gradients, all_reduce))
 
     def add_of_later(self, contributions: Iterable[Contribution]) -> None:
         """Add what the boundary of a later forward has brought, for the LiveNode."""
-        self._contributions.setdefault(torch_private.number_of_backward(), []).extend(contributions)
+        self._contributions.setdefault(engine.number_of_backward(), []).extend(contributions)
 
     def drop(self) -> None:
         """Forget what backwards that have failed have left. One of another thread may still be on its way here."""
@@ -244,7 +245,7 @@ class Collector:
         Args:
             live_node: the node whose backward runs.
         """
-        number = torch_private.number_of_backward()
+        number = engine.number_of_backward()
         try:
             return self._all_gradients(number, live_node)
         finally:
@@ -308,7 +309,7 @@ def lead_to(ends: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> tu
     As above, torch's engine looks.
     """
     try:
-        torch_private.gradients([_look(*ends)], targets, [_ONE], keep=True)
+        engine.gradients([_look(*ends)], targets, [_ONE], keep=True)
     except _LeadingError as found:
         return found.leading
     return (False,) * len(ends)
@@ -332,7 +333,7 @@ class _Look(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, _: torch.Tensor) -> tuple[None, ...]:
         behind = [[node for node, _ in of_end.next_functions if node is not None] for of_end, _ in ctx.next_functions]
-        raise _LeadingError(tuple([any(map(torch_private.backward_reaches, nodes)) for nodes in behind]))
+        raise _LeadingError(tuple([any(map(engine.backward_reaches, nodes)) for nodes in behind]))
 
 
 _look: Any = super(torch.autograd.Function, _Look).apply  # as in boundary.py
@@ -383,7 +384,7 @@ class OneOrder:
         """Return whether the running backward reaches no later forward whose gradients are still to be summed."""
         if _forward_of(collector) == self._num_forwards:
             return True
-        number = torch_private.number_of_backward()
+        number = engine.number_of_backward()
         return not [each for each in self._to_come(number, collector) if _forward_of(each) > _forward_of(collector)]
 
     def sums(
@@ -403,7 +404,7 @@ class OneOrder:
         if waiting := [each for each in waiting if each.forward <= latest]:
             self._waiting[number] = waiting
         if [each for each in now if each.live is not live] and (
-            torch.is_grad_enabled() or torch_private.backward_is_restricted()
+            torch.is_grad_enabled() or engine.backward_is_restricted()
         ):
             raise RuntimeError(_SEVERAL_MODELS)
         found: list[Gradients] = []
@@ -434,7 +435,7 @@ class OneOrder:
 def _add_to(live: Sequence[torch.Tensor], gradients: Gradients) -> None:
     """Add gradients to those of live tensors, in a backward of its own."""
     given = [(tensor, gradient) for tensor, gradient in zip(live, gradients, strict=True) if gradient is not None]
-    torch_private.run_backward([tensor for tensor, _ in given], [gradient for _, gradient in given], keep=False)
+    engine.run_backward([tensor for tensor, _ in given], [gradient for _, gradient in given], keep=False)
 
 
 def _forward_of(collector: Collector) -> int:
@@ -448,7 +449,7 @@ def _added(one: Gradients, other: Gradients) -> Gradients:
 
 def _will_run(live_node: Any, number: int) -> bool:
     """Return whether the running backward, of this number, has still to come to a LiveNode."""
-    return live_node.collector.latest != number and torch_private.backward_runs(live_node)
+    return live_node.collector.latest != number and engine.backward_runs(live_node)
 
 
 _MOST_WAITING = 16  # backwards, each in a thread of its own; more are of backwards that have failed
@@ -459,7 +460,7 @@ def token_of(collector: Collector) -> torch.Tensor:
     """Return a token for the live tensors of a collector."""
     token: torch.Tensor = LiveNode.apply(collector, *collector.live)  # type: ignore[no-untyped-call]
     if token.grad_fn is not None:
-        torch_private.run_first(token.grad_fn, _FIRST)
+        graph_nodes.run_first(token.grad_fn, _FIRST)
     return token
 
 
@@ -526,7 +527,7 @@ def own_tensors(
     """
     of_node = token, collector.mark, leaf, collector, bucket, replica
     tensors: tuple[torch.Tensor, ...] = BucketNode.apply(*of_node, lambda: tuple(given))  # type: ignore[no-untyped-call]
-    torch_private.run_first(tensors[0].grad_fn, _FIRST)
+    graph_nodes.run_first(tensors[0].grad_fn, _FIRST)
     _collectors[id(collector)] = collector
     if collector.frozen:  # by an earlier forward
         collector.frozen.difference_update([each for each in [*collector.frozen] if each[:2] == (bucket, replica)])
@@ -568,13 +569,13 @@ class Link(NamedTuple):
         # replicas in the same memory would see.
         if parameter.requires_grad and not requires_grad:
             self.collector.frozen.add((self.bucket, self.replica, self.place))
-            torch_private.exchange(parameter, parameter.detach())
+            tensor_objects.exchange(parameter, parameter.detach())
         elif requires_grad and not parameter.requires_grad:
             self.collector.frozen.discard((self.bucket, self.replica, self.place))
             with torch.enable_grad():
                 behind = self.token, self.collector.mark, leaf_on(parameter.device)
                 linked = _Relink.apply(*behind, self, parameter)  # type: ignore[no-untyped-call]
-            torch_private.exchange(parameter, linked)
+            tensor_objects.exchange(parameter, linked)
         return parameter
 
     def pickled(self, protocol: Any) -> Any:
@@ -622,7 +623,7 @@ def is_bucket_node(node: Any) -> bool:
 def skip_hooks_without_gradient(live: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
     """Let hooks of tensors that no replica used not be called, as without a wrapper: no node would lead to them."""
     if without := [n for n, gradient in enumerate(gradients) if gradient is None]:
-        torch_private.skip_hooks_without_gradient([live[n] for n in without])
+        graph_nodes.skip_hooks_without_gradient([live[n] for n in without])
 
 
 def joined_gradients(
@@ -644,10 +645,12 @@ class BucketSums:
     """The sums of the replicas' gradients in one backward, bucket by bucket. Replicas add from several threads.
 
     Guarantees
-        - The order of additions does not depend on which replica is faster: first every replica's first contribution
-          in replica order, then every second one, and so on. So runs repeat bit for bit. (A bucket gets several
-          contributions of a replica where backward is called inside backward, as reentrant activation checkpointing
-          does.)
+        - The order of additions does not depend on which replica is faster: first every replica's first contribution,
+          then every second one, and so on. So runs repeat bit for bit. (A bucket gets several contributions of a
+          replica where backward is called inside backward, as reentrant activation checkpointing does.) On one device
+          they are added in replica order. On several, along a chain from the last replica to the first: each device
+          adds its own to what arrives, and sends the sum on. So each link carries a bucket once, whatever the number of
+          devices, and what a replica has still to add stays on its device.
         - A replica that contributes nothing delays the sum until backward ends, and no longer.
 
     Args:
@@ -667,7 +670,9 @@ class BucketSums:
         on_ready: OnReady | None = None,
     ) -> None:
         self._plan, self._devices, self._on_ready = plan, devices, on_ready
-        self._copies = Copies(plan.sources) if is_flat else None
+        self._at = [*plan.sources, *devices]  # the readers' devices
+        self._copies = Copies(self._at) if is_flat else None
+        self._order = range(len(devices)) if len({*devices}) == 1 else range(len(devices))[::-1]
         self._buckets = [_InTurn(len(devices)) for _ in plan.numbers]
         self._beside: list[Contribution] = []  # gradients that are in no flat tensor
         self._ending = False
@@ -688,13 +693,13 @@ class BucketSums:
         with timeline.during(timeline.REDUCE) if timeline.recording else _NOTHING:
             turns = self._buckets[b]
             with turns.lock:
-                turns.waiting[replica].append(self._part(b, replica, gradients))
+                turns.waiting[self._order[replica]].append(self._part(b, replica, gradients))
                 del gradients
                 while turns.waiting[turns.turn]:
                     self._add_next(b)
 
     def end(self) -> Gradients:
-        """Add what still waits; return the sum of each parameter's gradients, for the calling thread's streams.
+        """Add what still waits; return the sum of each parameter's gradients, which are there when the block ends.
 
         To be called with gradients off.
         """
@@ -703,9 +708,8 @@ class BucketSums:
         for b, turns in enumerate(self._buckets):
             while any(turns.waiting):
                 self._add_next(b)
-        if self._copies is not None:
-            for reader, _ in enumerate(self._plan.sources):
-                self._copies.wait_copies(reader)
+            if self._copies is not None and turns.total is not None:
+                turns.total = self._on(self._plan.source[b], turns.total)
         for b, turns in enumerate(self._buckets):
             if turns.total is not None:
                 if self._copies is not None and turns.total.flat is not None:
@@ -724,11 +728,12 @@ class BucketSums:
         turns.turn = (turns.turn + 1) % len(turns.waiting)
         if waiting:
             part = waiting.popleft()
-            if turns.total is None:
-                turns.total = part
+            if self._copies is None:
+                turns.total = part if turns.total is None else _sum(turns.total, part)
             else:
-                with self._where_sums_are(b):
-                    turns.total = _flat_sum(turns.total, part) if self._copies else _sum(turns.total, part)
+                turns.total = part if turns.total is None else self._flat_sum(turns.total, part)
+                next_device = self._devices[self._order[turns.turn]] if turns.turn else self._plan.source[b]
+                turns.total = self._on(next_device, turns.total)
         if self._on_ready is not None and turns.turn == 0 and not self._ending and turns.total is not None:
             total, turns.total = turns.total, None
             if self._copies is None:
@@ -758,19 +763,28 @@ class BucketSums:
                 return _Flat(None, None)
         bucket = self._plan.part(b, [gradient is not None for gradient in gradients])
         flat = bucket.flat(dict(zip(bucket.numbers, given, strict=True)))
-        source, reader = self._plan.source[b], self._reader(b)
-        if flat.device != source:
-            flat = self._copies.to_add(flat, reader, is_made_for_this=True)
-        else:
-            self._copies.wait_compute(reader)
-            self._copies.keep(flat)
+        self._copies.wait_compute(self._at.index(flat.device))
+        self._copies.keep(flat)
         return _Flat(bucket, flat)
 
     def _reader(self, b: int) -> int:
-        return self._plan.sources.index(self._plan.source[b])
+        return self._at.index(self._plan.source[b])
 
-    def _where_sums_are(self, b: int) -> AbstractContextManager[None]:
-        return _NOTHING if self._copies is None else self._copies.on_copy_stream(self._reader(b))
+    def _on(self, device: torch.device, total: "_Flat") -> "_Flat":
+        """Return a sum on a device."""
+        assert self._copies is not None
+        if total.flat is None or total.flat.device == device:
+            return total
+        return _Flat(total.bucket, self._copies.pass_on(total.flat, self._at.index(device)))
+
+    def _flat_sum(self, total: "_Flat", part: "_Flat") -> "_Flat":
+        """Return the sum of two parts, on the device of the second one."""
+        if total.flat is None or part.flat is None:
+            return part if total.flat is None else total
+        assert self._copies is not None
+        total = self._on(part.flat.device, total)
+        with self._copies.on_copy_stream(self._at.index(part.flat.device)):
+            return _flat_sum(total, part)
 
     def _gradients(self, b: int, total: Any) -> Sequence[torch.Tensor | None]:
         if self._copies is None:
@@ -811,8 +825,8 @@ def _sum(total: _Listed, part: _Listed) -> _Listed:
     mine, others = total.gradients, part.gradients
     if len(mine) == 1 and not total.is_own and _can_be_added(mine, others):
         for target, addend in ((mine, others), (others, mine)):
-            if torch_private.is_only_reference(target):  # type: ignore[arg-type]
-                torch_private.add_all_in_place(target, addend)  # type: ignore[arg-type]
+            if tensor_objects.is_only_reference(target):  # type: ignore[arg-type]
+                foreach.add_all_in_place(target, addend)  # type: ignore[arg-type]
                 return _Listed(target, True)
     # The first sum is in new memory: a gradient can be a view of what the caller gave to backward, or of another one.
     # (a.view(-1) + b.view(-1)).backward(g) leaves both gradients in the memory of g.
@@ -823,9 +837,9 @@ def _sum(total: _Listed, part: _Listed) -> _Listed:
     ]
     if len(both) == len(mine):
         if total.is_own:
-            torch_private.add_all_in_place(mine, others)  # type: ignore[arg-type]
+            foreach.add_all_in_place(mine, others)  # type: ignore[arg-type]
             return total
-        return _Listed([*torch_private.add_all(mine, others)], True)  # type: ignore[arg-type]
+        return _Listed([*foreach.add_all(mine, others)], True)  # type: ignore[arg-type]
     return _Listed([*map(added, mine, others)], False)
 
 
@@ -841,20 +855,20 @@ def _can_be_added(mine: Gradients, others: Gradients) -> bool:
 
 
 def _flat_sum(total: _Flat, part: _Flat) -> _Flat:
-    """Return the sum of two parts in replica order, in the memory of the first one."""
-    if total.bucket is None or part.bucket is None or total.flat is None or part.flat is None:
-        return part if total.bucket is None else total
+    """Return the sum of two parts on one device, in the memory of the second one if they have the same parameters."""
+    assert total.bucket is not None
+    assert part.bucket is not None
+    assert total.flat is not None
+    assert part.flat is not None
     if total.bucket is part.bucket:
-        total.flat.add_(part.flat)
-        return total
+        part.flat.add_(total.flat)
+        return part
     forms = dict(chain(total.bucket.items, part.bucket.items))
     bucket = replace(total.bucket, items=tuple(forms.items()))
-    flat = torch.zeros(bucket.num_entries, dtype=bucket.dtype, device=bucket.device)
+    flat = torch.zeros(bucket.num_entries, dtype=bucket.dtype, device=part.flat.device)
     pieces = bucket.pieces(flat)
-    for each in (total, part):
-        assert each.bucket is not None
-        assert each.flat is not None
-        for n, piece in each.bucket.pieces(each.flat).items():
+    for of, values in ((total.bucket, total.flat), (part.bucket, part.flat)):
+        for n, piece in of.pieces(values).items():
             pieces[n].add_(piece)
     return _Flat(bucket, flat)
 

@@ -14,7 +14,7 @@ from unisono.autograd.bucket import Collector, is_bucket_node, lead_to, lead_to_
 from unisono.autograd.replica_graph import CapturedTensors, ReplicaGraphs, Ways
 from unisono.primitives.blueprint import Blueprint
 from unisono.primitives.outputs import Group
-from unisono.runtime import torch_private
+from unisono.runtime.torch_private import graph_nodes
 
 
 class GraphSearch:
@@ -137,7 +137,7 @@ def look_for_live_tensors(
                 if reached.collector not in collectors:
                     earlier[reached.collector] = reached.token
             has_reentrant_checkpoint |= is_reentrant_checkpoint(reached)
-            has_batch_norm |= torch_private.is_batch_norm_in_training(reached)
+            has_batch_norm |= graph_nodes.is_batch_norm_in_training(reached)
             # In one graph, that of an earlier forward goes on; what leads to live parameters is not summed over ranks.
             if reached in histories and (not in_one_graph or _leads_to_parameters(histories[reached], blueprint)):
                 raise RuntimeError(

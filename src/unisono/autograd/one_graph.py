@@ -32,8 +32,9 @@ from unisono.autograd.bucket import RunningBackward, order_of_sums
 from unisono.autograd.linked import LinkedParameters
 from unisono.distributed.gradient_sync import SyncContext
 from unisono.leftovers.buffers import BuffersInBackward
-from unisono.runtime import timeline, torch_private
+from unisono.runtime import timeline
 from unisono.runtime.timeline import ReplicaTiming, StepRecording
+from unisono.runtime.torch_private import engine
 from unisono.runtime.tracebacks import without_own_frames
 
 
@@ -69,11 +70,11 @@ class OneGraph:
 
     def begin_backward(self) -> None:
         """Begin the running backward, unless another output has."""
-        collector, number = self._parameters.collector, torch_private.number_of_backward()
+        collector, number = self._parameters.collector, engine.number_of_backward()
         with self._lock:
             if collector.running(number) is not None:
                 return
-            began, keeps = time.perf_counter(), torch_private.backward_keeps_graph()
+            began, keeps = time.perf_counter(), engine.backward_keeps_graph()
             recorded = None
             if self._step is not None and self._step.is_open:
                 recorded = self._step.recorded(timeline.BACKWARD, timeline.BACKWARD)
@@ -88,9 +89,9 @@ class OneGraph:
                     self._on_release()
 
             backward = RunningBackward(end)
-            if torch_private.call_at_end_of_backward(backward.end):
-                collector.backwards[number] = weakref.ref(backward)
-                backward.reduction = self._begin_reduction()
+            engine.call_at_end_of_backward(backward.end)
+            collector.backwards[number] = weakref.ref(backward)
+            backward.reduction = self._begin_reduction()
         if self._buffers is not None:
             self._buffers.renew()
 
@@ -100,8 +101,8 @@ class OneGraph:
         if (
             torch.is_grad_enabled()
             or token.grad_fn is None
-            or torch_private.backward_is_restricted()
-            or not torch_private.backward_runs(token.grad_fn)
+            or engine.backward_is_restricted()
+            or not engine.backward_runs(token.grad_fn)
             or not order_of_sums.is_next(self._parameters.collector)
         ):
             return None

@@ -34,19 +34,21 @@ from unisono.leftovers.buffers import BuffersInBackward
 from unisono.primitives.parallel_apply import values_or_raise
 from unisono.primitives.placements import Replicate, Single, WeightedSum
 from unisono.runtime import devices as _devices
-from unisono.runtime import timeline, torch_private
+from unisono.runtime import timeline
 from unisono.runtime.errors import ReplicaNames, add_note, text_of
 from unisono.runtime.stand_ins import StandIns, while_running
 from unisono.runtime.streams import keep_for_reader
 from unisono.runtime.thread_pool import OBJECTS_HAVE_THREADS, PassContext, free_in_workers, one_pass, run_together
 from unisono.runtime.thread_state import modes_that_stay
 from unisono.runtime.timeline import ReplicaTiming, StepRecording
+from unisono.runtime.torch_private import engine, graph_nodes, modes
+from unisono.runtime.torch_private.checkpoints import checkpoints_allowed
 
 T = TypeVar("T")
 Tensors: TypeAlias = Sequence[torch.Tensor]
 
 while_backward_runs = StandIns()
-while_backward_runs.add(torch_private.checkpoints_allowed)
+while_backward_runs.add(checkpoints_allowed)
 
 _BACKWARD_INSIDE = (
     "the module calls backward inside forward, where gradients cannot be summed over processes. Return the "
@@ -94,20 +96,20 @@ class Joined(NamedTuple):
 
     @classmethod
     def of(cls, tensor: torch.Tensor, of_replicas: Sequence[torch.Tensor | None]) -> Self:
-        num_inside = torch_private.num_hooks([each for each in of_replicas if each is not None])
-        return cls(weakref.ref(tensor), torch_private.hooks_of(tensor), num_inside > 0)
+        num_inside = graph_nodes.num_hooks([each for each in of_replicas if each is not None])
+        return cls(weakref.ref(tensor), graph_nodes.hooks_of(tensor), num_inside > 0)
 
     def is_seen(self, node: Any) -> bool:
         """Return whether something sees its gradient in the running backward, or may see it. `node` is its node."""
-        if torch_private.backward_is_restricted():
-            return torch_private.backward_reaches(node)
+        if engine.backward_is_restricted():
+            return engine.backward_reaches(node)
         tensor = self.ref()
         has_hooks = self.hooks or getattr(node, "has_hooks", False)
         return bool(has_hooks) or (tensor is not None and tensor.retains_grad)
 
     def skip_hooks(self) -> None:
         """Let its hooks not be called without a gradient."""
-        torch_private.call_with_gradient_only(self.hooks)
+        graph_nodes.call_with_gradient_only(self.hooks)
 
 
 class Ways(NamedTuple):
@@ -238,7 +240,7 @@ class ReplicaGraphs:
         if self.sync_context is None:
             return None
         live_node = _nodes(boundary)[len(self.inputs)]
-        return live_node if live_node is not None and torch_private.backward_reaches(live_node) else None
+        return live_node if live_node is not None and engine.backward_reaches(live_node) else None
 
     @property
     def are_needed_later(self) -> bool:
@@ -260,25 +262,25 @@ class ReplicaGraphs:
 
         A backward for given inputs (`torch.autograd.grad`) does not compute what is not asked for.
         """
-        if not torch_private.backward_is_restricted() or torch_private.seen_in_backward():  # the latter: in one of ours
+        if not engine.backward_is_restricted() or engine.seen_in_backward():  # the latter: in one of ours
             return None
         nodes = _nodes(boundary)
         first = len(self.inputs) + 1
         live_nodes, leaves = nodes[:first], nodes[first : first + len(self.leaves)]
         needed = [self._needed(node, group) for node, group in zip(live_nodes, self.groups, strict=True)]
-        of_leaves = [node is not None and torch_private.backward_reaches(node) for node in leaves]
+        of_leaves = [node is not None and engine.backward_reaches(node) for node in leaves]
         return [*chain.from_iterable(needed[:-1]), *of_leaves, *needed[-1]]
 
     @staticmethod
     def _needed(live_node: Any, group: LinkedTensors | LinkedParameters) -> list[bool]:
-        if live_node is None or not torch_private.backward_reaches(live_node):
+        if live_node is None or not engine.backward_reaches(live_node):
             return [False] * len(group.collector.live)
-        return [node is not None and torch_private.backward_reaches(node) for node in _nodes(live_node)]
+        return [node is not None and engine.backward_reaches(node) for node in _nodes(live_node)]
 
     def buckets_will_run(self) -> bool:
         """Return whether the running backward of the caller's reaches a replica's bucket in another way."""
         nodes = chain.from_iterable(group.nodes for group in self.groups)
-        return any(map(torch_private.backward_runs, nodes))
+        return any(map(engine.backward_runs, nodes))
 
     def backward(
         self,
@@ -388,7 +390,7 @@ class ReplicaGraphs:
 
         def compute(ends: Tensors, tensors: Tensors, end_grads: Tensors) -> Sequence[torch.Tensor | None]:
             try:
-                return torch_private.gradients(ends, [*marks, *tensors], end_grads, keep=keep)[len(marks) :]
+                return engine.gradients(ends, [*marks, *tensors], end_grads, keep=keep)[len(marks) :]
             except RuntimeError as error:
                 if self.keep and "donated buffers" in text_of(error):
                     add_note(error, _KEPT_GRAPHS)
@@ -458,7 +460,7 @@ class ReplicaGraphs:
             for k, each in inputs.items():
                 if (tensor := each.tensors[i]) is not None and tensor.requires_grad:
                     places.setdefault(id(tensor), (tensor, k, i))
-        with torch_private.seen_by_backward(receivers):
+        with engine.seen_by_backward(receivers):
             tensors = [tensor for tensor, _, _ in places.values()]
             results = compute([end for end, _ in ends], tensors, [grad for _, grad in ends])
         for (_, k, i), gradient in zip(places.values(), results, strict=True):
@@ -568,11 +570,11 @@ class ReplicaGraphs:
 
         def run_with_totals(backward_of: "_BackwardOf") -> None:
             def seen(replicas: Sequence[int]) -> None:
-                with torch_private.seen_by_backward({key: True}):
+                with engine.seen_by_backward({key: True}):
                     backward_of(replicas)
 
             def hook(part: torch.Tensor, _: torch.Tensor) -> torch.Tensor | None:
-                return part if key in torch_private.seen_in_backward() else None
+                return part if key in engine.seen_in_backward() else None
 
             register: Any = torch.Tensor.register_hook
             handles = [register(tensor, partial(hook, part)) for tensor, part in instead]
@@ -607,7 +609,7 @@ class ReplicaGraphs:
         # parameters share a bucket.
         has_checkpoint = self.captured.has_reentrant_checkpoint and refused is not None
         receivers = self._refusing({*(refused or ())}) if has_checkpoint else {}
-        compute = partial(torch_private.gradients, **options)
+        compute = partial(engine.gradients, **options)
         with while_running(while_backward_runs) if has_checkpoint else contextlib.nullcontext():
             run(lambda replicas: self._backward_of(replicas, grads, inputs, found, receivers, compute))
         if not self.on_host and not any_batched(chain.from_iterable(grads)):  # of which vmap hides the memory
@@ -675,7 +677,7 @@ def pass_on(reached: Sequence[tuple[torch.Tensor, torch.Tensor]], sync_context: 
     if sync_context is not None:
         raise RuntimeError(_BACKWARD_INSIDE)
     # Kept: the module may have asked for that (retain_graph=True), for the backward after forward.
-    torch_private.run_backward([tensor for tensor, _ in reached], [grad for _, grad in reached], keep=True)
+    engine.run_backward([tensor for tensor, _ in reached], [grad for _, grad in reached], keep=True)
 
 
 def _keep_for_reader(found: Iterable[Gradients]) -> None:
@@ -689,4 +691,4 @@ def _nodes(node: Any) -> list[Any]:
 
 
 def any_batched(grads: Iterable[torch.Tensor | None]) -> bool:
-    return bool([grad for grad in grads if grad is not None and torch_private.is_batched(grad)])
+    return bool([grad for grad in grads if grad is not None and modes.is_batched(grad)])

@@ -34,10 +34,10 @@ import torch
 
 from unisono.distributed.consistency import SLOT_BYTES, SLOT_WORDS, RankSteps
 from unisono.distributed.process_group import AllReduceWork, Communicator
-from unisono.runtime import torch_private
 from unisono.runtime.buckets import BUCKET_BYTES, Bucket, BucketPlan, Form, added, buckets_of
 from unisono.runtime.devices import has_streams
 from unisono.runtime.streams import current_stream, wait_for_makers
+from unisono.runtime.torch_private import foreach
 
 CommHook: TypeAlias = Callable[[Any, Any], Any]
 
@@ -346,7 +346,7 @@ class BucketedAllReduce:
         elif isinstance(waiting, list) and not bucket.is_plain:
             flat, has = torch.zeros(bucket.num_entries, **of_kind), [gradient is not None for gradient in waiting]
             sources: list[Any] = [*compress(waiting, has)]
-            torch_private.copy_all_in_place([*compress(bucket.views(flat), has)], sources)
+            foreach.copy_all_in_place([*compress(bucket.views(flat), has)], sources)
             waiting = flat
         if isinstance(waiting, torch.Tensor):
             flat = torch.cat([waiting, *tail]) if tail else waiting
@@ -356,7 +356,7 @@ class BucketedAllReduce:
                 forms = zip(waiting, bucket.items, strict=True)
                 gradients = [torch.zeros(form.size, **of_kind) if g is None else g for g, (_, form) in forms]
             # A tensor more than the gradients: of a single one, the flat tensor would be a view.
-            flat = torch_private.flattened([*gradients, *(tail or [torch.empty(0, **of_kind)])])
+            flat = foreach.flattened([*gradients, *(tail or [torch.empty(0, **of_kind)])])
         flat[: bucket.num_entries].mul_(factor)
         return flat
 

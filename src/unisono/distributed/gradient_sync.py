@@ -54,10 +54,10 @@ from unisono.distributed.process_group import (
 from unisono.leftovers.written_parameters import fingerprints
 from unisono.primitives.inputs import Arguments
 from unisono.primitives.replicate import check_device
-from unisono.runtime import torch_private
 from unisono.runtime.buckets import Bucket, BucketPlan
 from unisono.runtime.contexts import contextmanager
 from unisono.runtime.errors import warn
+from unisono.runtime.torch_private import engine
 
 Gradients: TypeAlias = list[torch.Tensor | None]
 Wait: TypeAlias = Callable[[], Gradients]  # waits for the sum of each gradient
@@ -443,7 +443,7 @@ class RankReduction(abc.ABC):
     def _accumulated(self) -> list[int]:
         """Return the numbers of the tensors to whose `grad` this backward adds."""
         nodes = zip(self._tensors, self._node.next_functions, strict=True)
-        return [n for n, (t, (node, _)) in enumerate(nodes) if t.is_leaf and torch_private.backward_runs(node)]
+        return [n for n, (t, (node, _)) in enumerate(nodes) if t.is_leaf and engine.backward_runs(node)]
 
 
 class AllReduce(RankReduction):

@@ -37,10 +37,10 @@ from unisono.distributed.failure_store import STORE_ERRORS, FailureStore, host_i
 from unisono.distributed.failures import Failures, brief
 from unisono.distributed.waiting import Waits
 from unisono.runtime import devices as _devices
-from unisono.runtime import torch_private
 from unisono.runtime.buckets import Bucket, Form, buckets_of
 from unisono.runtime.errors import log_once
 from unisono.runtime.forks import in_forked_child, leak_process_group
+from unisono.runtime.torch_private import foreach, process_groups
 
 _WRAPPING_S = environment.RENDEZVOUS_S  # how long a rank waits for others to wrap a model, by default
 _MARGIN_S = 5.0
@@ -135,7 +135,7 @@ class Communicator:
     def __init__(self, process_group: Any, timeout_s: float | None = None) -> None:
         self.rank: int = process_group.rank()
         self.world_size: int = process_group.size()
-        timeout = torch_private.timeout_of_group(process_group)
+        timeout = process_groups.timeout_of_group(process_group)
         self.timeout_s = timeout.total_seconds()
         constants = distributed.constants
         is_default = timeout in (constants.default_pg_timeout, constants.default_pg_nccl_timeout)
@@ -193,7 +193,7 @@ class Communicator:
         table = array("d", bytes(8 * _NUM_GATHERED * before)) + own + array("d", bytes(8 * _NUM_GATHERED * after))
         tensor = torch.frombuffer(table, dtype=torch.float64)
         number = self.waits.next_comparison()
-        work = self.start(partial(torch_private.all_reduce, tensor, self._control))
+        work = self.start(partial(self._control.allreduce, [tensor]))
         return AllGatherWork(self, work, table, len(values), doing, number)
 
     def all_reduce(self, tensor: torch.Tensor, doing: str, group: Any = None, comparison: int = 0) -> "AllReduceWork":
@@ -203,7 +203,7 @@ class Communicator:
             comparison: its number, if the ranks compare what they do by this sum; see `AllReduceWork.wait`.
         """
         group = self._control if group is None else group
-        work = self.start(partial(torch_private.all_reduce, tensor, group))
+        work = self.start(partial(group.allreduce, [tensor]))
         return AllReduceWork(self, work, tensor, doing, group, comparison)
 
     def all_reduce_sparse(self, tensor: torch.Tensor, group: Any, doing: str) -> torch.Tensor:
@@ -228,7 +228,7 @@ class Communicator:
             return tensors, self.start(partial(distributed.all_gather, tensors, mine, group, True))
         # Into one tensor: into several, they would be copied once more.
         flat = mine.new_empty(self.world_size, *mine.shape)
-        return list(flat), self.start(partial(torch_private.all_gather_into, flat, mine, group))
+        return list(flat), self.start(partial(_all_gather_into, flat, mine, group))
 
     def _pickled(self, value: Any, doing: str) -> tuple[torch.Tensor, list[int]]:
         """Return a value as bytes, and how many every rank's has."""
@@ -272,7 +272,7 @@ class Communicator:
             if self.rank != source:
                 # Through .data, unseen by autograd: graphs may have saved buffers for their backward.
                 targets = [tensors[number].data for number in bucket.numbers]
-                torch_private.copy_all_in_place(targets, [*bucket.pieces(flat).values()])
+                foreach.copy_all_in_place(targets, [*bucket.pieces(flat).values()])
 
         def wait() -> None:
             while in_flight:
@@ -318,8 +318,8 @@ class Communicator:
         try:
             # A name that no other group has had, on which the ranks agree.
             name = self._store.compare_set(f"group/{self._num_groups}", "", uuid.uuid4().hex).decode()
-            unbound = contextlib.nullcontext() if self.is_world else torch_private.default_group_unbound()
-            with torch_private.group_named(f"unisono {name}"), unbound:
+            unbound = contextlib.nullcontext() if self.is_world else process_groups.default_group_unbound()
+            with process_groups.group_named(f"unisono {name}"), unbound:
                 group = distributed.new_group(
                     self._ranks,
                     timeout=timeout,
@@ -492,6 +492,13 @@ def _gathering(number: int) -> str:
     return f"gathering/{number}"
 
 
+def _all_gather_into(flat: torch.Tensor, tensor: torch.Tensor, group: Any) -> Any:
+    """Start to all-gather a tensor into `flat`, whose first axis is the rank; return the work. gloo cannot do it."""
+    # Older releases have it under another name, which newer ones warn about.
+    gather = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
+    return gather(flat.view(-1), tensor.reshape(-1), group, True)
+
+
 def _padded(tensor: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
     """Return a tensor with zeros behind it, as long as the longest rank's."""
     padded = tensor.new_zeros(max(lengths), *tensor.shape[1:])
@@ -520,7 +527,7 @@ def _abort_groups(groups: "dict[Any, Any]", made: "list[Any]") -> None:
     _groups_of_broken.extend([*groups.values(), *made])
     made.clear()
     for group in {id(group): group for group in groups.values()}.values():
-        torch_private.abort_group(group)
+        process_groups.abort_group(group)
 
 
 def end_groups(groups: "list[Any]") -> None:

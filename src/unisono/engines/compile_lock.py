@@ -21,11 +21,12 @@ import torch
 from unisono.primitives import pytree
 from unisono.primitives.blueprint import Blueprint
 from unisono.runtime import devices as _devices
-from unisono.runtime import process_state, torch_private
+from unisono.runtime import process_state
 from unisono.runtime.contexts import contextmanager
 from unisono.runtime.interrupts import acquire
 from unisono.runtime.stand_ins import StandIns
 from unisono.runtime.thread_pool import PassContext, ReplicaContext
+from unisono.runtime.torch_private import compiler
 
 _MOST_KINDS = 32  # torch keeps 8 versions of a function: for training and eval, with and without gradients
 _PATIENCE_S = 60.0
@@ -106,4 +107,4 @@ def _held(lock: threading.Lock, patience_s: float, *, alone: bool = False) -> It
 
 
 _while_compiled_replicas_run = StandIns()
-_while_compiled_replicas_run.add(torch_private.settings_of_compiler)
+_while_compiled_replicas_run.add(compiler.settings_of_compiler)

@@ -36,10 +36,10 @@ from unisono.primitives.outputs import without_rows
 from unisono.primitives.parallel_apply import values_or_raise
 from unisono.primitives.replicate import write_values
 from unisono.runtime import devices as _devices
-from unisono.runtime import torch_private
 from unisono.runtime.errors import add_note, log_once
 from unisono.runtime.model_warnings import ModelWarnings
 from unisono.runtime.thread_pool import inside_replica, run_together
+from unisono.runtime.torch_private import process_groups
 from unisono.sync_batch_norm.across_processes import CrossProcessAllGather, InEvalMode
 from unisono.sync_batch_norm.function_mode import run_as_replica, run_outside_of_step
 
@@ -120,7 +120,7 @@ class Ranks:
         """
         gradient_sync = self.gradient_sync(module)
         assert gradient_sync is not None  # as `take_part` has said
-        if torch_private.runs_in_ddp():
+        if process_groups.runs_in_ddp():
             warnings.give(SENT_TWICE)
         try:
             return self._run_step(gradient_sync, module, call, run or partial(self._run_noting_writes, module))

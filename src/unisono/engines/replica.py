@@ -39,9 +39,9 @@ from unisono.primitives.blueprint import Blueprint, unlinked_at_deletion
 from unisono.primitives.change_tracking import GONE, Change, ContainerSnapshot, DictSnapshot, TensorSnapshot, fill
 from unisono.primitives.visitor import INERT
 from unisono.runtime import devices as _devices
-from unisono.runtime import torch_private
 from unisono.runtime.buckets import BUCKET_BYTES, SHARED_BUCKET_BYTES, BucketPlan, is_plain
 from unisono.runtime.streams import Copies
+from unisono.runtime.torch_private import foreach, graph_nodes
 
 
 class Replica:
@@ -167,8 +167,8 @@ class Replicas:
         self._returns_to = returns_to
         self.are_new = True
         here = [replica for replica in each if not replica.is_remote]
-        own_buffers = torch_private.of_one_kind([own for replica in here for own in replica.own_buffers])
-        live_buffers = torch_private.of_one_kind([live for replica in here for live in replica.live_buffers])
+        own_buffers = foreach.of_one_kind([own for replica in here for own in replica.own_buffers])
+        live_buffers = foreach.of_one_kind([live for replica in here for live in replica.live_buffers])
         self._buffers = [*zip(own_buffers, live_buffers, strict=True)]
         copies = [pair for replica in each for pair in replica.copied_parameters]
         in_memory_of_module = [
@@ -213,7 +213,7 @@ class Replicas:
             and self._rebound.is_current()
             and [*map(type, self._modules)] == self._classes
             and self._tensors.is_current()
-            and not torch_private.num_hooks(self._own_parameters)
+            and not graph_nodes.num_hooks(self._own_parameters)
         )
 
     def can_run_again(self) -> bool:
@@ -316,7 +316,7 @@ class Replicas:
             return
         with torch.set_grad_enabled(False):
             for own, live in self._buffers:
-                torch_private.copy_all_in_place(own, live)
+                foreach.copy_all_in_place(own, live)
 
     def give_back(self) -> None:
         """Let a later forward use them. To be called when no graph of theirs is left.
@@ -427,7 +427,7 @@ class ReplicaPool:
             writes or _devices.has_separate_memory(),
         )
         self.live_parameters = [parameter for parameter in blueprint.parameters.values() if parameter.requires_grad]
-        self.buffers = torch_private.of_one_kind(blueprint.buffers.values())
+        self.buffers = foreach.of_one_kind(blueprint.buffers.values())
         self._idle: list[KeptReplicas] = []
         self._plans: dict[bool, BucketPlan] = {}
         self._for_one_forward: dict[tuple[Any, ...], ReplicaPool] = {}  # by the kind of their replicas

@@ -7,8 +7,8 @@ caller's thread. From these its graphs are made anew, and then the backward runs
 that takes no longer than one of them would, and their sums begin anew, too.
 
 The replica that ran out of memory then runs its shard in parts of half as many rows (parts.py). How many rows fit in
-each replica's memory, by its number, is remembered in `row_limits`, which belongs to the model's `StepMemory`. Each time
-it is logged why a step was run again, and what that took.
+each replica's memory, by its number, is remembered in `row_limits`, which belongs to the model's `StepMemory`. Each
+time it is logged why a step was run again, and what that took.
 
 Assumes that forward has no effects outside the module: they happen twice. The random numbers of `random` and `numpy`
 are not repeated.
@@ -32,10 +32,10 @@ from unisono.primitives.blueprint import Blueprint
 from unisono.primitives.change_tracking import fill, restore
 from unisono.primitives.replicate import unchanged_on_failure, write_values
 from unisono.runtime import devices as _devices
-from unisono.runtime import torch_private
 from unisono.runtime.errors import add_note, described, log, notes_of
 from unisono.runtime.streams import current_streams_of, wait_for_makers
 from unisono.runtime.thread_state import ThreadState
+from unisono.runtime.torch_private import checkpoints, foreach
 
 T = TypeVar("T")
 _requires_grad = attrgetter("requires_grad")
@@ -70,7 +70,7 @@ def run_rescued(
         run: is told whether it has failed before.
         why_not: tells why it cannot be run again, if that is so.
     """
-    torch_private.load_checkpoints()  # as long as there is memory
+    checkpoints.load_checkpoints()  # as long as there is memory
     causes: list[str] = []
     failed_at = 0.0
     while True:
@@ -186,7 +186,7 @@ class Replay:
         self._graphs = graphs
         buffers = [*chain(*self._buffers.buffers)]
         wait_for_makers(self._streams, [*self._made, *chain(*self._buffers.before)])
-        random, values = _devices.random_states(self._call.plan.devices), torch_private.clones(buffers)
+        random, values = _devices.random_states(self._call.plan.devices), foreach.clones(buffers)
         flags, attributes = [*map(_requires_grad, self._parameters)], restore(self._dicts, self._attributes)
         try:
             _set_flags(self._parameters, self._flags)

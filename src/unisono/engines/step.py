@@ -55,7 +55,7 @@ from unisono.primitives.parallel_apply import values_or_raise
 from unisono.primitives.placements import Replicate, Single
 from unisono.primitives.replicate import unchanged_on_failure
 from unisono.runtime import devices as _devices
-from unisono.runtime import draws_off, timeline, torch_private
+from unisono.runtime import draws_off, timeline
 from unisono.runtime.contexts import contextmanager
 from unisono.runtime.errors import add_note, text_of
 from unisono.runtime.exchange import Exchange, exchanging
@@ -74,6 +74,7 @@ from unisono.runtime.thread_pool import (
     run_together,
 )
 from unisono.runtime.timeline import ReplicaTiming
+from unisono.runtime.torch_private import checkpoints, graph_nodes
 from unisono.sync_batch_norm.function_mode import BatchNormOverReplicas, not_running_together
 
 _STEP_INSIDE = (
@@ -118,7 +119,7 @@ _GRAD_OF_NO_LEAF = ("ignore", re.compile("The .grad attribute of a Tensor that i
 _while_one_replica_runs = StandIns()
 for stand_ins in (while_replicas_run, _while_one_replica_runs):
     stand_ins.add(lambda: [(warnings, "filters", lambda filters: [_GRAD_OF_NO_LEAF, *filters])])
-    stand_ins.add(torch_private.checkpoints_noted)
+    stand_ins.add(checkpoints.checkpoints_noted)
 # Where it is set (Python 3.14 without the lock), `warnings.catch_warnings` has filters in a context variable instead of
 # `warnings.filters`. Without the private functions of Python for it the warning is seen in such a block.
 _CATCHING_HAS_FILTERS = bool(getattr(sys.flags, "context_aware_warnings", False)) and hasattr(warnings, "_set_context")
@@ -415,7 +416,7 @@ class Step:
     def _run_replicas(self, contexts: ReplicaContext) -> list[Any]:
         plan = self._plan
         of_call = plan, self._memory.row_limits, self._shards, self._replicas.roots, self._copies, self.timings
-        num_nodes, begun = [0] * len(plan.devices), torch_private.begun
+        num_nodes, begun = [0] * len(plan.devices), checkpoints.begun
         hooks, reentrant = begun.hooks, begun.reentrant
         tasks = [partial(_call_replica, *of_call, num_nodes, i) for i, _ in enumerate(plan.devices)]
         try:
@@ -505,7 +506,7 @@ def _call_replica(
     Args:
         num_nodes: takes how many nodes of graphs it has made, one number a replica.
     """
-    started, first_node = time.perf_counter(), torch_private.sequence_number()
+    started, first_node = time.perf_counter(), graph_nodes.sequence_number()
     copies.wait_copies(index)
     root, (args, kwargs) = roots[index], shards.of_replicas[index]
     function = called(root, plan.method)
@@ -514,7 +515,7 @@ def _call_replica(
         output = function(*args, **kwargs)
     else:
         output = run_in_parts(root, function, args, kwargs, parts, plan.devices[index])
-    num_nodes[index] = torch_private.sequence_number() - first_node
+    num_nodes[index] = graph_nodes.sequence_number() - first_node
     if plan.is_timed:
         _devices.queued_work(plan.devices[index])(True)
     timings[index].forward_s = time.perf_counter() - started

@@ -38,13 +38,13 @@ import torch
 
 from unisono.distributed.process_group import Communicator
 from unisono.engines.lanes import Lane, LaneOutput, RunBatch
+from unisono.inference.background import Background
 from unisono.inference.batches import hint_for, inputs_of
 from unisono.inference.lane_choice import LaneChoice
 from unisono.primitives import pytree
 from unisono.primitives.dims import OutputRules
 from unisono.primitives.inputs import Arguments
 from unisono.runtime import devices as _devices
-from unisono.runtime import torch_private
 from unisono.runtime.errors import add_note, annotate, note_thread_local, threads_timed_out
 from unisono.runtime.interrupts import WAKE_S, critical, deliver, interruptibly
 from unisono.runtime.rng import BatchStreams
@@ -52,13 +52,13 @@ from unisono.runtime.streams import current_streams_of, wait_for_makers
 from unisono.runtime.stuck_threads import StuckThreads
 from unisono.runtime.thread_pool import (
     OBJECTS_HAVE_THREADS,
-    Background,
     Outcome,
     as_first_replica,
     free_in_workers,
     inside_replica,
 )
 from unisono.runtime.thread_state import ThreadState, modes_that_stay
+from unisono.runtime.torch_private import checkpoints, process_wide
 from unisono.runtime.tracebacks import without_own_frames
 
 # Number, inputs, seed, and those streams on which the inputs have been made that are not the lanes'.
@@ -283,7 +283,7 @@ class BatchMap(OutputIterator):
 
     def _begin(self, inputs: object) -> "_Work":
         # A mode that other threads cannot join; a wrapper inside a replica; a cache of weights, one for all replicas.
-        self._stays = inside_replica() or modes_that_stay() or torch_private.caches_parametrizations()
+        self._stays = inside_replica() or modes_that_stay() or process_wide.caches_parametrizations()
         callee = self._callee
         assert callee is not None
         if callee.choice_for is not None and not self._stays:
@@ -506,7 +506,7 @@ class _Work:
     def _failure(self, lane: Lane, number: int, error: BaseException) -> Outcome[LaneOutput]:
         if issubclass(type(error), KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
             raise error
-        torch_private.end_checkpoints(error)
+        checkpoints.end_checkpoints(error)
         return Outcome(error=annotate([(f"batch {number}, by {lane.name}", error)]))
 
     def stop(self) -> None:

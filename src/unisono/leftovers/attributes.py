@@ -33,7 +33,7 @@ from unisono.primitives.object_state import is_equal
 from unisono.primitives.references import references
 from unisono.primitives.visitor import INERT, LARGE, Place, Step, held, references_of, visit
 from unisono.runtime import devices as _devices
-from unisono.runtime import torch_private
+from unisono.runtime.torch_private import graph_nodes
 
 _CLOCKS = (time.time, time.monotonic, time.perf_counter)
 _LONGEST_S = 10.0  # between the moment when forward has read a clock, and this comparison
@@ -259,9 +259,7 @@ def registered(snapshot: DictSnapshot, modules: Sequence[nn.Module], names: Sequ
         names: of the modules.
     """
     for module, name in zip(modules, names, strict=True):
-        hooked = [
-            key for key, each in module._parameters.items() if each is not None and torch_private.num_hooks([each])
-        ]
+        hooked = [key for key, each in module._parameters.items() if each is not None and graph_nodes.num_hooks([each])]
         yield from (f"{path_of(name, key)} (a hook)" for key in hooked)
     for number, key, _ in snapshot.changes():
         kind, index = divmod(number, len(modules))
@@ -276,7 +274,7 @@ def registered(snapshot: DictSnapshot, modules: Sequence[nn.Module], names: Sequ
 def num_hooks_of(modules: Sequence[nn.Module]) -> int:
     """Return how many hooks are on the modules' parameters."""
     of_each = chain.from_iterable(map(methodcaller("values"), map(_parameters, modules)))  # in C: a step may ask
-    return torch_private.num_hooks([*filterfalse(_is_none, of_each)])
+    return graph_nodes.num_hooks([*filterfalse(_is_none, of_each)])
 
 
 def keep_hooks(

@@ -16,7 +16,7 @@ from torch import nn
 
 from unisono.primitives.change_tracking import GONE, Change, DictSnapshot, fill
 from unisono.runtime import devices as _devices
-from unisono.runtime import torch_private
+from unisono.runtime.torch_private import engine, foreach
 
 T = TypeVar("T")
 
@@ -123,7 +123,7 @@ class BuffersInBackward:
                 of higher order. One device runs a checkpoint once then: so each time that does begins with the same
                 buffers, and what the first one has made of them stays.
         """
-        number = torch_private.number_of_backward()
+        number = engine.number_of_backward()
         state = self._state() if repeats and not self._in_parts else None
         is_again = state is not None and number == self._backward >= 0
         if is_again:
@@ -147,7 +147,7 @@ class BuffersInBackward:
             self._put_back(state)
         elif [*map(id, self._now())] != [*map(id, now)] or versions_of(now) != versions:  # it has come to a checkpoint
             self._backward, self._before = number, state
-            torch_private.call_at_end_of_backward(self._forget)
+            engine.call_at_end_of_backward(self._forget)
 
     def _state(self) -> "_State":
         """Return the live registries; and the buffers, each with its memory and its value."""
@@ -184,7 +184,7 @@ class BuffersInBackward:
                 own = {id(each): each.detach() if each.requires_grad else each for each in here}
             else:
                 with torch.no_grad():
-                    own = dict(zip(map(id, here), torch_private.clones(here), strict=True))
+                    own = dict(zip(map(id, here), foreach.clones(here), strict=True))
             own.update({id(each): _devices.copied_to(each.detach(), device) for each in buffers if id(each) not in own})
             for registry, live in zip(registries, self._live, strict=True):
                 fill(registry, {name: own.get(id(value), value) for name, value in live.items()})

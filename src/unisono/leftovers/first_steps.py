@@ -23,8 +23,8 @@ from unisono.leftovers.generators import OWN, GeneratorStates, generators_among
 from unisono.leftovers.report import Kind, Leftovers
 from unisono.leftovers.shared import Search, SharedWrites
 from unisono.leftovers.thread_locals import ThreadLocals
-from unisono.runtime import torch_private
 from unisono.runtime.model_warnings import ModelWarnings
+from unisono.runtime.torch_private import torchscript
 
 _PER_SHARD = (
     "{layer}: each replica normalises its own rows (samples) in training, as in torch.nn.DataParallel, so "
@@ -161,7 +161,7 @@ def refuse_scripted_batch_norm(root: nn.Module) -> None:
     """
     for path, module in root.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
-            training = torch_private.batch_norms_in_script(module)
+            training = torchscript.batch_norms_in_script(module)
             layers = [each for each in module.modules() if getattr(each, "original_name", "") in _SCRIPTED]
             if True in training or (None in training and any(map(takes_statistics, layers))):
                 where = f" in {path!r}" if path else ""

@@ -47,7 +47,8 @@ from unisono.primitives.visitor import (
     variables_of,
     visit,
 )
-from unisono.runtime import draws_off, torch_private
+from unisono.runtime import draws_off
+from unisono.runtime.torch_private import process_wide
 
 _MOST = 20_000  # entries that the search of a step reads; that of `verify` has no bound
 _NOT_THE_USERS = {"torch", "unisono", *sys.stdlib_module_names} - {"__main__"}
@@ -156,7 +157,7 @@ class Search:
             for kind in HOOKS:
                 for hook in module.__dict__[kind].values():
                     yield from self._hook(hook, name or "itself", known)
-        for hooks in torch_private.hooks_of_every_module().values():
+        for hooks in process_wide.hooks_of_every_module().values():
             for hook in hooks:
                 yield from self._hook(hook, "every module", known)
 

@@ -10,7 +10,7 @@ import torch
 
 from unisono.monitor import cpu
 from unisono.monitor.nvml import Gpu, GpuReader
-from unisono.runtime import devices, torch_private, unequal_devices
+from unisono.runtime import devices, unequal_devices
 
 _COPIED_BYTES = 64 << 20
 _NUM_COPIES = 6  # of which the fastest counts
@@ -105,7 +105,7 @@ def _look_at(device: torch.device, gpus: Sequence[Gpu]) -> Accelerator:
         memory_bytes = getattr(properties, "total_memory", None)
         free_bytes = _free_of_whole_gpu(memory_bytes, gpu)
         if free_bytes is None and not devices.computes_on_host(device):
-            free_bytes = torch_private.free_memory_bytes(device) or None
+            free_bytes = devices.free_memory_bytes(device) or None
     except (RuntimeError, AssertionError) as error:  # a GPU that has fallen off the bus, or has no memory left
         return Accelerator(str(device), problem=_first_line(error))
     found = Accelerator(

@@ -40,11 +40,11 @@ from unisono.primitives.references import (
 from unisono.primitives.tensor_attributes import carry_attributes
 from unisono.primitives.visitor import filled_slots
 from unisono.runtime import devices as _devices
-from unisono.runtime import torch_private
 from unisono.runtime.buckets import is_plain
 from unisono.runtime.forks import in_forked_child
 from unisono.runtime.interrupts import at_deletion
 from unisono.runtime.model_warnings import ModelWarnings
+from unisono.runtime.torch_private import compiler, foreach, torchscript
 
 # What nn.Module itself keeps in `__dict__`, in the order in which its __init__ puts it there.
 _OWN_ATTRIBUTES = list(nn.Module().__dict__)
@@ -153,7 +153,7 @@ class Blueprint:
                 classes.add(type(module))
                 self._inspect_class(module)
             if self._script_classes and type(module) in self._script_classes:
-                attributes = torch_private.script_parts(module)
+                attributes = torchscript.script_parts(module)
                 self._inspect_script_attributes(module, found)
             if children := attributes["_modules"]:
                 for child in children.values():
@@ -333,7 +333,7 @@ class Blueprint:
         for module, replica in zip(self.modules, replicas, strict=True):
             attributes = module.__dict__.copy()
             if self._script_classes and type(module) in self._script_classes:
-                attributes = torch_private.script_parts(module)
+                attributes = torchscript.script_parts(module)
             elif self._copied_by_class and type(module) in self._copied_by_class:
                 copied = self._copied_by_class[type(module)](module)
                 attributes = {**copied.__dict__, **{name: attributes[name] for name in _REGISTRIES}}
@@ -368,7 +368,7 @@ class Blueprint:
             replicas[0].__dict__["_hidden_replicas"] = replicas[self._num_registered :]
         for replica in replicas if self._script_classes else ():
             if type(replica) in self._script_classes:
-                torch_private.script_from_parts(replica)
+                torchscript.script_from_parts(replica)
         return replicas, links
 
     def buffers_for(self, copies: Mapping[int, torch.Tensor], *, shared: bool) -> dict[int, torch.Tensor]:
@@ -382,7 +382,7 @@ class Blueprint:
         if shared:
             return moved
         here = {key: buffer for key, buffer in self.buffers.items() if key not in moved}
-        return {**moved, **dict(zip(here, torch_private.clones(list(here.values())), strict=True))}
+        return {**moved, **dict(zip(here, foreach.clones(list(here.values())), strict=True))}
 
     def name_of(self, tensor: torch.Tensor) -> str:
         """Return a live tensor's name for messages: that of the parameter, or of the attribute that holds it."""
@@ -402,8 +402,8 @@ class Blueprint:
         cls = type(module)
         if any(vars(base).get("__slots__") for base in cls.__mro__):
             self._slotted_classes.add(cls)
-        if torch_private.is_scripted(module):
-            if not torch_private.can_take_scripts_apart():
+        if torchscript.is_scripted(module):
+            if not torchscript.can_take_scripts_apart():
                 raise TypeError(
                     f"{cls.__name__} is a ScriptModule, which torch {torch.__version__} cannot replicate: "
                     "wrap the Python module that it was made from"
@@ -412,10 +412,10 @@ class Blueprint:
         replicate: Any = cls._replicate_for_data_parallel
         if not replicate.__module__.startswith("torch."):
             self._copied_by_class[cls] = replicate
-        self.compiled = self.compiled or torch_private.is_compiled(getattr(cls, "forward", None))
+        self.compiled = self.compiled or compiler.is_compiled(getattr(cls, "forward", None))
 
     def _inspect_script_attributes(self, module: nn.Module, found: dict[int, nn.Module | torch.Tensor]) -> None:
-        for name, value in torch_private.script_attributes(module).items():
+        for name, value in torchscript.script_attributes(module).items():
             referred = references(value)
             if issubclass(type(value), torch.Tensor) and not value.requires_grad:
                 self.constants[id(value)] = value
@@ -434,8 +434,8 @@ class Blueprint:
 
     def _inspect_value(self, value: Any, in_value: Sequence[Any], found: dict[int, nn.Module | torch.Tensor]) -> bool:
         """Add what is live of `in_value`, all that a value leads to, to `found`; return whether anything is."""
-        self.compiled = self.compiled or torch_private.is_compiled(value)
-        self.replays_cuda_graphs = self.replays_cuda_graphs or torch_private.replays_cuda_graphs(value)
+        self.compiled = self.compiled or compiler.is_compiled(value)
+        self.replays_cuda_graphs = self.replays_cuda_graphs or compiler.replays_cuda_graphs(value)
         if issubclass(type(value), torch.Tensor) and not value.requires_grad and not value.is_meta:
             self.constants[id(value)] = value
         referred = live_among(in_value)
@@ -471,7 +471,7 @@ class Blueprint:
             if rebound is not value or name not in HOOKS:  # else it is the replica's own already
                 own[key].__dict__[name] = rebound
         for key, name, value in self._script_attributes:
-            torch_private.set_script_attribute(own[key], name, rebind(value, own, memo))
+            torchscript.set_script_attribute(own[key], name, rebind(value, own, memo))
         for key, slot, value in self._slots:
             slot.__set__(own[key], rebind(value, own, memo))
 

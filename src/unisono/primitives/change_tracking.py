@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from unisono.primitives.visitor import INERT, LARGE, TRACKED, Place, Step, entries, is_a, num_entries, visit
-from unisono.runtime import torch_private
+from unisono.runtime.torch_private import tensor_objects
 
 _MOST = 10_000  # entries of containers that are compared before each forward
 _values = dict.values
@@ -64,7 +64,7 @@ class DictSnapshot:
         self._keys = [*chain(*self.copies)]
         self._objects = [*chain(*map(_values, self.copies))]
         # Another order of an OrderedDict is no other version.
-        self._version = torch_private.dict_version if {*map(type, self._filled)} <= {dict} else None
+        self._version = tensor_objects.dict_version if {*map(type, self._filled)} <= {dict} else None
         self._versions: list[int] | None = None  # as long as nothing has been compared
 
     def is_current(self) -> bool:
@@ -146,7 +146,7 @@ class TensorSnapshot:
         self._tensors = [*tensors]
         self._attributes = DictSnapshot([*map(_own_attributes, self._tensors)])
         self._have_attributes = any(self._attributes.dicts)  # hardly any have
-        self._before, self._are_alike = self._state(), torch_private.look_at_tensors(self._tensors)
+        self._before, self._are_alike = self._state(), tensor_objects.look_at_tensors(self._tensors)
 
     def is_current(self) -> bool:
         """Return whether all of it is as it was. Values that were written do not matter."""

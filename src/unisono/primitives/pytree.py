@@ -18,8 +18,8 @@ import torch
 
 from unisono.primitives.batch_types import batch_type_of
 from unisono.primitives.containers import container_like
-from unisono.runtime import torch_private
 from unisono.runtime.errors import add_note
+from unisono.runtime.torch_private import process_wide
 
 ENTRIES_OF_ROWS = "If the list has one entry for each row, return unisono.SampleList(entries)."
 
@@ -229,10 +229,10 @@ def _matched(specs: Sequence[Spec], path: str) -> Iterator[tuple[Any, ...]]:
 
 
 def _registered(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any], Any] | None:
-    """Return `torch_private.flatten_registered` of a container that is none of the usual ones, else None."""
+    """Return `process_wide.flatten_registered` of a container that is none of the usual ones, else None."""
     if isinstance(value, tuple | list | MutableMapping) or dataclasses.is_dataclass(value):
         return None
-    return torch_private.flatten_registered(value)
+    return process_wide.flatten_registered(value)
 
 
 def disagreement(path: str, what: str, given: Sequence[object]) -> ValueError:

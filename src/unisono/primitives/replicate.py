@@ -9,10 +9,10 @@ from torch import nn
 from unisono.primitives.blueprint import Blueprint, check_initialized, collector_paused, warn_of_observers
 from unisono.primitives.checks import check_module
 from unisono.runtime import devices as _devices
-from unisono.runtime import torch_private
 from unisono.runtime.devices import DeviceLike
 from unisono.runtime.errors import note_failure_after
 from unisono.runtime.model_warnings import of_process
+from unisono.runtime.torch_private import foreach, process_groups
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -114,8 +114,8 @@ def check_device(root: nn.Module, tensors: Iterable[torch.Tensor], device: torch
 
 def _check_whole(root: nn.Module, tensors: Sequence[torch.Tensor]) -> None:
     """Raise TypeError if some parameters of `root` are sharded: no process has them as a whole then."""
-    kinds = torch_private.sharded_tensor_types()
-    sharded = next((path for path, module in root.named_modules() if torch_private.is_sharded(module)), None)
+    kinds = process_groups.sharded_tensor_types()
+    sharded = next((path for path, module in root.named_modules() if process_groups.is_sharded(module)), None)
     if sharded is not None:
         raise TypeError(_NOT_WHOLE.format(what=f"FSDP manages {f'layer {sharded!r}' if sharded else 'the module'}"))
     part = next((tensor for tensor in tensors if isinstance(tensor, kinds)), None)
@@ -131,10 +131,10 @@ class unchanged_on_failure:  # noqa: N801 - a context manager, as a class becaus
     before: list[list[torch.Tensor]]  # copies of them from when the block began
 
     def __init__(self, buffers: Sequence[list[torch.Tensor]]) -> None:
-        self.buffers = buffers  # in lists of one kind each (`torch_private.of_one_kind`)
+        self.buffers = buffers  # in lists of one kind each (`foreach.of_one_kind`)
 
     def __enter__(self) -> None:
-        self.before = [*map(torch_private.clones, self.buffers)]
+        self.before = [*map(foreach.clones, self.buffers)]
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         if kind is None:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from unisono.runtime import torch_private
+from unisono.runtime.torch_private import foreach
 
 MaybeTensor = TypeVar("MaybeTensor", torch.Tensor, torch.Tensor | None)
 
@@ -89,7 +89,7 @@ class Bucket:
         sources = [tensors[number] for number in self.numbers]
         flat = torch.empty(self.num_entries, dtype=self.dtype, device=sources[0].device)
         with torch.no_grad():
-            torch_private.copy_all_in_place([*self.views(flat)], sources)
+            foreach.copy_all_in_place([*self.views(flat)], sources)
         return flat
 
 

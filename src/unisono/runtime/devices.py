@@ -26,7 +26,6 @@ from typing import Any, TypeAlias
 
 import torch
 
-from unisono.runtime import torch_private
 from unisono.runtime.contexts import contextmanager
 from unisono.runtime.errors import log_once, shown, text_of, warn
 
@@ -654,7 +653,20 @@ def most_rows(device: torch.device, rows: int, bytes_before: int) -> float:
     if computes_on_host(device) or not rows:
         return math.inf
     needed = int(torch.accelerator.max_memory_allocated(device)) - bytes_before
-    return rows * (needed + torch_private.free_memory_bytes(device)) / needed if needed > 0 else math.inf
+    return rows * (needed + free_memory_bytes(device)) / needed if needed > 0 else math.inf
+
+
+def free_memory_bytes(device: torch.device) -> int:
+    """Return how much memory of an accelerator is free; 0 where torch does not say."""
+    accelerator: Any = torch.accelerator
+    if hasattr(accelerator, "get_memory_info"):  # torch 2.9 lacks it
+        free_bytes, _ = accelerator.get_memory_info(device)
+        return int(free_bytes)
+    module: Any = torch.get_device_module(device)
+    if hasattr(module, "mem_get_info"):
+        free_bytes, _ = module.mem_get_info(device)
+        return int(free_bytes)
+    return 0
 
 
 def has_fused_optimizers(device: torch.device) -> bool:

@@ -36,7 +36,8 @@ from typing import Any, Self
 
 import torch
 
-from unisono.runtime import torch_private, widening
+from unisono.runtime import widening
+from unisono.runtime.torch_private import dispatcher
 
 _UNIFORM = 0.75
 _MOST_DRAWS = 100_000
@@ -81,7 +82,7 @@ class DrawsOff:
         with _lock:
             if not _caught:
                 caught = dict([*widening.handlers(_type_to_compute_in), *_handlers()])
-                _caught.append(torch_private.catch_operations(caught, torch_private.ABOVE_ALL))
+                _caught.append(dispatcher.catch_operations(caught, dispatcher.ABOVE_ALL))
         self._token, self._in_this_thread = _current.set(self), in_this_thread()
         self._in_this_thread.__enter__()
         return self
@@ -121,7 +122,7 @@ def _type_to_compute_in(dtype: torch.dtype) -> torch.dtype:
 
 def are_off() -> bool:
     """Return whether draws are off in the calling thread."""
-    return bool(_caught) and torch_private.is_caught(torch_private.ABOVE_ALL)
+    return bool(_caught) and dispatcher.is_caught(dispatcher.ABOVE_ALL)
 
 
 # ---- the handlers --------------------------------------------------------------------------------

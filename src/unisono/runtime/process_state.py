@@ -6,7 +6,7 @@ program, so they make the same changes. Each change is a meeting point:
     replica i:   a change ──► wait until all replicas that still run ask for it ──► it is made once ──► go on
 
 So no replica computes under a setting that is not its own, and each context restores what was there before it. What
-is caught are the functions that change the state (`torch_private.process_state_setters`), not the context managers that
+is caught are the functions that change the state (`process_wide.process_state_setters`), not the context managers that
 call them: so names that a program has imported earlier work, too. They are caught while replicas run (stand_ins.py).
 
 Guarantees
@@ -35,13 +35,14 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-from unisono.runtime import thread_pool, torch_private
+from unisono.runtime import thread_pool
 from unisono.runtime.contexts import contextmanager
 from unisono.runtime.errors import ReplicaTimeout, log_once
 from unisono.runtime.exchange import Exchange, Purpose, Request, replica_exchange
 from unisono.runtime.forks import in_forked_child
 from unisono.runtime.interrupts import WAKE_S, acquire, deliver, uninterruptible
 from unisono.runtime.stand_ins import StandIn, while_replicas_run
+from unisono.runtime.torch_private import engine, modes, process_wide
 
 T = TypeVar("T")
 
@@ -227,13 +228,13 @@ class _Batch:
 
 
 def _stand_ins() -> Iterator[StandIn]:
-    for owner, name in torch_private.process_state_setters():
+    for owner, name in process_wide.process_state_setters():
         yield owner, name, functools.partial(_together, name)
-    for owner, name in torch_private.forward_mode():
+    for owner, name in process_wide.forward_mode():
         yield owner, name, _IN_FORWARD_MODE[name]
-    for owner, name in torch_private.tracing():
+    for owner, name in process_wide.tracing():
         yield owner, name, _in_turns
-    for cell in torch_private.cell_of_cached_parametrizations():
+    for cell in process_wide.cell_of_cached_parametrizations():
         yield cell, "cell_contents", _cached_nowhere
     if not getattr(sys.flags, "context_aware_warnings", False):  # else each thread has filters of its own
         yield warnings.catch_warnings, "__enter__", _entering_warnings
@@ -343,7 +344,7 @@ def _take_turn(said: str = "") -> bool:
         if said and not is_alone and run is not None and run.num_tasks > 1:
             log_once(said)
         acquire(_turn, math.inf)
-        torch_private.take_forward_mode(threading.get_ident())
+        modes.take_forward_mode(threading.get_ident())
         thread_pool.at_end_of_task(_end_turn)
     _thread.depth = getattr(_thread, "depth", 0) + 1
     return True
@@ -361,7 +362,7 @@ def _end_turn() -> None:
     if _has_turn():
         _thread.depth = 0
         thread_pool.at_end_of_task(None)
-        torch_private.take_forward_mode(None)
+        modes.take_forward_mode(None)
         _turn.release()
 
 
@@ -372,7 +373,7 @@ def _has_turn() -> bool:
 def _after_fork() -> None:
     global _turn  # a thread that does not exist here may have it
     _turn, _thread.depth = threading.Lock(), 0
-    torch_private.take_forward_mode(None)
+    modes.take_forward_mode(None)
 
 
 # ---- warnings.catch_warnings -----------------------------------------------------------------------
@@ -422,7 +423,7 @@ def _cached_nowhere(original: Callable[[], Iterator[None]]) -> Callable[[], Iter
     @functools.wraps(original)
     def cached() -> Iterator[None]:
         # On accelerators, torch's own threads run checkpoints of replicas.
-        if not thread_pool.inside_replica() and torch_private.number_of_backward() < 0:
+        if not thread_pool.inside_replica() and engine.number_of_backward() < 0:
             yield from original()
             return
         log_once(_NOT_CACHED)

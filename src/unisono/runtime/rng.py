@@ -51,7 +51,7 @@ from typing import Any, Self
 import torch
 
 from unisono.runtime import devices as _devices
-from unisono.runtime import draws_off, torch_private
+from unisono.runtime import draws_off
 from unisono.runtime.buckets import is_plain
 from unisono.runtime.contexts import contextmanager
 from unisono.runtime.errors import log_once
@@ -59,6 +59,7 @@ from unisono.runtime.forks import in_forked_child
 from unisono.runtime.interrupts import acquire
 from unisono.runtime.stand_ins import StandIn, while_replicas_run
 from unisono.runtime.thread_pool import inside_replica
+from unisono.runtime.torch_private import compiler, dispatcher
 
 # By the address of an embedding's weights, how often replicas have shortened rows of it (`max_norm`).
 shortened_rows: dict[int, int] = {}
@@ -408,7 +409,7 @@ def _generator_of_thread(default: torch.Generator) -> torch.Generator:
         stream = current_stream()
         return default if stream is None else stream.generator
 
-    return torch_private.GeneratorOfThread(look_up)
+    return dispatcher.GeneratorOfThread(look_up)
 
 
 class _Process:
@@ -439,7 +440,7 @@ class _Process:
                 for operation, drawn_by in operations_that_draw():
                     num_before = [argument.name for argument in drawn_by._schema.arguments].index("generator")
                     handlers[operation] = partial(_draw, operation, drawn_by, num_before)
-                self._caught.append(torch_private.catch_operations(handlers))
+                self._caught.append(dispatcher.catch_operations(handlers))
             return self._caught[0]
 
     def move_on(self) -> None:
@@ -488,7 +489,7 @@ def _draw(operation: Any, drawn_by: Any, num_before: int, keys: Any, *args: Any,
     Args:
         drawn_by: the overload that takes a generator.
         num_before: how many arguments come before the generator.
-        keys: see `torch_private.catch_operations`.
+        keys: see `dispatcher.catch_operations`.
     """
     named = args[num_before] if len(args) > num_before else kwargs.get("generator")
     generator = _own_generator(named, args, kwargs)
@@ -525,12 +526,12 @@ def _own_generator(
 ) -> torch.Generator | None:
     """Return the generator of the thread's stream if a call with these arguments is to draw from it, else None."""
     stream = current_stream()
-    if stream is None or (named is not None and not torch_private.is_default_generator(named)):
+    if stream is None or (named is not None and not dispatcher.is_default_generator(named)):
         return None
     device = kwargs.get("device")
     if device is None:
         device = next((value.device for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)), None)
-    if (device is None or _devices.computes_on_host(device)) and not torch_private.is_tracing():
+    if (device is None or _devices.computes_on_host(device)) and not compiler.is_tracing():
         return stream.generator
     return None
 

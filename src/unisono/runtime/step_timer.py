@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from unisono.runtime import devices as _devices
-from unisono.runtime import torch_private
+from unisono.runtime.torch_private import engine
 
 
 def watch_backwards(outputs: Sequence[torch.Tensor], begin: Callable[[], object], end: Callable[[], object]) -> bool:
@@ -28,8 +28,9 @@ def watch_backwards(outputs: Sequence[torch.Tensor], begin: Callable[[], object]
 
     def reached(grads: object) -> None:
         nonlocal running
-        number = torch_private.number_of_backward()
-        if number != running and torch_private.call_at_end_of_backward(ended):
+        number = engine.number_of_backward()
+        if number != running:
+            engine.call_at_end_of_backward(ended)
             running = number
             begin()
 

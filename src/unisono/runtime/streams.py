@@ -13,6 +13,10 @@ after it. So each accelerator gets streams for copies only, one for copies from 
         memory.
 
 `fill` copies into memory that stays. The copy waits for the events that its owner gives: those after the last readers.
+For several readers the copies go along a chain, so that each link carries the values once, whatever the number of
+devices. A device receives on one stream and sends on another, both at once:
+
+    values ──► device 1: piece k arrives ──► device 2: piece k - 1 ──► device 3: piece k - 2
 
 The driver would copy pageable memory in the calling thread, after everything that the stream has queued; such tensors
 are first copied into pinned memory of our own. Devices that compute on the host have no streams: they copy at once.
@@ -28,6 +32,7 @@ writes into the caller's pinned memory.
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from typing import NamedTuple
 
 import torch
 
@@ -35,6 +40,18 @@ from unisono.runtime import devices as _devices
 from unisono.runtime.buckets import is_plain
 from unisono.runtime.contexts import contextmanager
 from unisono.runtime.errors import note_failure_after
+
+_PIECE_BYTES = 4 << 20  # that a device sends on at once: short beside the whole, long beside the launch of a copy
+
+
+class _Hop(NamedTuple):
+    """A device on the way of values along a chain."""
+
+    reader: int
+    device: torch.device
+    memory: Sequence[torch.Tensor]
+    arrives_on: torch.Stream
+    leaves_on: torch.Stream | None  # None: to no other device
 
 
 class Copies:
@@ -53,90 +70,134 @@ class Copies:
         self._computing = {stream.device: stream for stream in _devices.current_streams(devices)}
         self._lock = threading.RLock()  # around a copy on a copy stream and the event after it
         self._last: dict[tuple[int, bool], _devices.Event] = {}  # after a reader's last copy, from the host or not
-        self._sources: dict[torch.device, torch.Stream] = {}  # copy streams that have read from these devices
+        # The copy streams for which the calling thread's streams on these devices wait when the block ends.
+        self._ending: dict[torch.device, torch.Stream] = {}
         self._of_callers_memory: list[_devices.Event] = []  # after copies from the caller's pinned memory
         # What was made to be copied, with the stream on which it was made; kept until the block ends.
         self._made: list[tuple[torch.Stream, Sequence[torch.Tensor]]] = []
+        self._sent: list[torch.Tensor] = []  # by `pass_on`; kept until the block ends
 
     def to(self, tensor: torch.Tensor, reader: int) -> torch.Tensor:
         """Return a copy of `tensor` on the reader's device, for its computation; it may still be in flight."""
-        copy = self.to_add(tensor, reader)
-        if is_plain(copy) and _devices.has_streams(copy.device):
-            copy.record_stream(self._computing[copy.device])
-        return copy
-
-    def to_add(self, tensor: torch.Tensor, reader: int, *, is_made_for_this: bool = False) -> torch.Tensor:
-        """Return a copy of `tensor` on the reader's device for work on the copy stream; it may still be in flight.
-
-        Args:
-            is_made_for_this: whether it was made by the calling thread, on the stream that is current now. It stays
-                until the block ends, when that stream waits for the copy. So a host that runs ahead takes no new memory
-                for the next one, as it would where only the allocator knows of the copy.
-        """
         target, source = self._devices[reader], tensor.device
         if not _devices.has_streams(target) or not is_plain(tensor):
             return _devices.copied_to(tensor, target)
         from_host = _devices.is_cpu(source)
         of_caller = from_host and tensor.is_pinned()
-        if from_host:
-            if not of_caller:
-                tensor = torch.empty_like(tensor, pin_memory=True).copy_(tensor)
-        elif is_made_for_this:
-            self._read_from(source)
-            self._made.append((torch.accelerator.current_stream(source), [tensor]))
-        else:
+        if not from_host:
             tensor.record_stream(self._read_from(source))
+        elif not of_caller:
+            tensor = torch.empty_like(tensor, pin_memory=True).copy_(tensor)
         with self._on_copy_streams(reader, target if from_host else source, from_host):
             copy = _devices.copied_to(tensor, target, wait=False)
             if of_caller:
                 self._of_callers_memory.append(_devices.Event(copy_stream(target, from_host)))
+        copy.record_stream(self._computing[target])
         return copy
 
     def keep(self, tensor: torch.Tensor) -> None:
         """Keep what the calling thread has made on a device, for work on that device's copy stream.
 
-        It stays until the block ends. Before, that work has to be waited for on the stream that is current then.
+        It stays until the block ends, when the stream that is current waits for that work. So a host that runs ahead
+        takes no new memory for the next one, as it would where only the allocator knows of the work.
         """
         device = tensor.device
         if _devices.has_streams(device):
             self._made.append((torch.accelerator.current_stream(device), [tensor]))
+            with self._lock:
+                self._ending[device] = copy_stream(device)
+
+    def pass_on(self, tensor: torch.Tensor, reader: int) -> torch.Tensor:
+        """Return a copy, for the reader's copy stream, of what another device's copy stream makes; perhaps in flight.
+
+        The other device sends on a stream of its own, so that it can receive meanwhile.
+        """
+        source, target = tensor.device, self._devices[reader]
+        streams = []
+        if _devices.has_streams(source):
+            streams = [_send_stream(source)]
+            _devices.wait_stream(streams[0], copy_stream(source))
+            self._sent.append(tensor)
+        if not _devices.has_streams(target):
+            with _devices.using(source, streams):
+                return _devices.copied_to(tensor, target)
+        with self._lock, _devices.using(target, [*streams, copy_stream(target)]):
+            copy = _devices.copied_to(tensor, target, wait=False)
+            self._last[reader, False] = _devices.Event(copy_stream(target))
+            self._ending[target] = copy_stream(target)
+        return copy
 
     def fill(
         self,
-        memory: Sequence[torch.Tensor],
+        memories: Sequence[Sequence[torch.Tensor]],
         values: Sequence[torch.Tensor],
-        reader: int,
-        readers_before: Iterable[_devices.Event] = (),
+        readers: Sequence[int],
+        readers_before: Sequence[Iterable[_devices.Event]],
     ) -> None:
-        """Copy plain tensors into memory on the reader's device; the copies may still be in flight.
+        """Copy plain tensors into memory on each reader's device; the copies may still be in flight.
 
-        No call takes new memory because earlier copies have not run yet: `memory` stays, and `values` stay until the
+        No call takes new memory because earlier copies have not run yet: the memory stays, and `values` stay until the
         block ends, when the stream that made them, the calling thread's, waits for the copies.
 
         Args:
-            memory, values: pairs of one form each. All values are on one device, and made for this.
-            readers_before: after the work that has read from the memory so far.
+            memories: of each reader: tensors of the forms of the values.
+            values: all on one device, and made for this.
+            readers_before: of each reader: after the work that has read from its memory so far.
         """
-        target, source = self._devices[reader], values[0].device
-        if not _devices.has_streams(target):
-            for to, value in zip(memory, values, strict=True):
-                _devices.copy_into(to, value)
-            return
+        source = values[0].device
         from_host = _devices.is_cpu(source)
-        if from_host:
+        hops: list[_Hop] = []
+        for reader, memory, before in zip(readers, memories, readers_before, strict=True):
+            target = self._devices[reader]
+            if not _devices.has_streams(target):
+                for to, value in zip(memory, values, strict=True):
+                    _devices.copy_into(to, value)
+                continue
+            sends_on = not from_host and reader != readers[-1]
+            hop = _Hop(
+                reader, target, memory, copy_stream(target, from_host), _send_stream(target) if sends_on else None
+            )
+            for event in before:
+                event.let_wait(hop.arrives_on)
+            for to in memory:  # for the day when it is freed; a stream is noted once, however often this is called
+                for stream in {hop.arrives_on, hop.leaves_on or hop.arrives_on, self._computing[target]}:
+                    to.record_stream(stream)
+            hops.append(hop)
+        if from_host and hops:
             values = [torch.empty_like(value, pin_memory=True).copy_(value) for value in values]
-        else:
+            for hop in hops:
+                with self._on_copy_streams(hop.reader, hop.device, from_host):
+                    for to, value in zip(hop.memory, values, strict=True):
+                        _devices.copy_into(to, value, wait=False)
+        elif hops:
             self._read_from(source)
             self._made.append((torch.accelerator.current_stream(source), values))
-        with self._on_copy_streams(reader, target if from_host else source, from_host):
-            stream = copy_stream(target, from_host)
-            for event in readers_before:
-                event.let_wait(stream)
-            for to, value in zip(memory, values, strict=True):
-                # For the day when it is freed; a stream is noted once, however often this is called.
-                to.record_stream(stream)
-                to.record_stream(self._computing[target])
-                _devices.copy_into(to, value, wait=False)
+            self._pass_along(values, hops)
+
+    def _pass_along(self, values: Sequence[torch.Tensor], hops: Sequence["_Hop"]) -> None:
+        """Copy values along a chain: each device sends on what has arrived there, while the next piece arrives."""
+        for k, value in enumerate(values):
+            size = value.numel() if len(hops) == 1 else max(1, _PIECE_BYTES // value.itemsize)
+            of_each = [torch.split(flat, size) for flat in [value, *[hop.memory[k] for hop in hops]]]
+            for piece, *in_memory in zip(*of_each, strict=True):
+                leaves_on: torch.Stream | None = copy_stream(value.device)
+                arrived = None
+                for hop, to in zip(hops, in_memory, strict=True):
+                    streams = [hop.arrives_on]
+                    if leaves_on is not None and leaves_on.device != hop.device:
+                        streams.append(leaves_on)
+                    with self._lock, _devices.using(hop.device, streams):
+                        if arrived is not None:
+                            arrived.let_wait(streams[-1])
+                        _devices.copy_into(to, piece, wait=False)
+                        arrived = None if hop.leaves_on is None else _devices.Event(hop.arrives_on)
+                    piece, leaves_on = to, hop.leaves_on
+        for hop in hops:
+            if hop.leaves_on is not None:
+                # Forward may write into buffers, and the next step into all of it, which this device sends on first.
+                _devices.wait_stream(hop.arrives_on, hop.leaves_on)
+            with self._lock:
+                self._last[hop.reader, False] = _devices.Event(hop.arrives_on)
 
     def computing_on(self, reader: int) -> torch.Stream | None:
         """Return the stream on which a reader computes; None where it has none."""
@@ -147,7 +208,7 @@ class Copies:
         stream = copy_stream(source)
         _devices.wait_stream(stream, torch.accelerator.current_stream(source))  # (1)
         with self._lock:
-            self._sources[source] = stream
+            self._ending[source] = stream
         return stream
 
     @contextmanager
@@ -196,15 +257,17 @@ class Copies:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        if not (self._computing or self._sources or self._made):  # on the CPU
+        if not (self._computing or self._ending or self._made):  # on the CPU
             return
         with self._lock:
-            sources = list(self._sources.items())
+            ending = list(self._ending.items())
         try:
-            for source, stream in sources:
-                _devices.wait_stream(torch.accelerator.current_stream(source), stream)  # (3)
+            for device in {tensor.device for tensor in self._sent}:
+                _devices.wait_stream(copy_stream(device), _send_stream(device))
+            for device, stream in ending:
+                _devices.wait_stream(torch.accelerator.current_stream(device), stream)  # (3)
             for made_on in {made_on for made_on, _ in self._made}:
-                if kind is not None or made_on != torch.accelerator.current_stream(made_on.device):
+                if made_on != torch.accelerator.current_stream(made_on.device):
                     _devices.wait_stream(made_on, copy_stream(made_on.device))
             for event in self._of_callers_memory:
                 event.wait()
@@ -212,6 +275,7 @@ class Copies:
             note_failure_after(error, other, "waiting for copies")
         finally:
             self._made.clear()
+            self._sent.clear()
 
     def record_stream(self, tensor: torch.Tensor, reader: int) -> None:
         """Keep the memory of what was made on the reader's copy stream until its computation is done with it."""
@@ -303,13 +367,22 @@ def _with_memory(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
             yield from (tensor._indices(), tensor._values())
 
 
-_streams: dict[tuple[torch.device, bool], torch.Stream] = {}
+_streams: dict[tuple[torch.device, str], torch.Stream] = {}
 _streams_lock = threading.Lock()
 
 
 def copy_stream(device: torch.device, from_host: bool = False) -> torch.Stream:
     """Return the stream of an accelerator for copies from the host, or for all others."""
+    return _stream(device, "from the host" if from_host else "copies")
+
+
+def _send_stream(device: torch.device) -> torch.Stream:
+    """Return the stream of an accelerator that sends on what has arrived there."""
+    return _stream(device, "sends")
+
+
+def _stream(device: torch.device, does: str) -> torch.Stream:
     with _streams_lock:
-        if (device, from_host) not in _streams:
-            _streams[device, from_host] = torch.Stream(device)
-        return _streams[device, from_host]
+        if (device, does) not in _streams:
+            _streams[device, does] = torch.Stream(device)
+        return _streams[device, does]

@@ -19,8 +19,6 @@ Guarantees
       that is inside torch when the interpreter ends aborts the process. Tasks that still run after a while are
       interrupted then. One that sleeps is left alone: it would not notice, and it is not inside torch's kernels.
 
-`Background` runs tasks that go on while the caller does other things, all in workers.
-
 Assumes that tasks do not touch each other's data.
 """
 
@@ -42,7 +40,7 @@ from typing import Any, Generic, TypeAlias, TypeVar
 
 import torch
 
-from unisono.runtime import affinity, torch_private
+from unisono.runtime import affinity
 from unisono.runtime import devices as _devices
 from unisono.runtime.contexts import contextmanager
 from unisono.runtime.errors import ReplicaNames, ReplicaTimeout, log, threads_timed_out
@@ -51,6 +49,7 @@ from unisono.runtime.interrupts import WAKE_S, deliver
 from unisono.runtime.stand_ins import while_replicas_run
 from unisono.runtime.stuck_threads import StuckThreads, sleep_state
 from unisono.runtime.thread_state import ThreadState, modes_that_stay
+from unisono.runtime.torch_private import checkpoints, graph_nodes, process_wide
 
 T = TypeVar("T")
 
@@ -171,8 +170,8 @@ def run_together(
         ReplicaTimeout: that time is over. Workers that are still busy are abandoned.
         BaseException: what a task (or Ctrl-C) raised, where that is not an `Exception`.
     """
-    if torch_private.caches_parametrizations() and not inside_replica():
-        with torch_private.parametrizations_not_cached():
+    if process_wide.caches_parametrizations() and not inside_replica():
+        with process_wide.parametrizations_not_cached():
             return run_together(tasks, devices, around, timeout_s, names, here=here, may_have_modes=may_have_modes)
     if (len(tasks) == 1 and here is not None) or inside_replica():
         return [_run_here(tasks[i], devices[i], i, around(i)) for i in range(len(tasks))]
@@ -210,10 +209,10 @@ def _run_in_threads(
 
         def in_context() -> T:
             affinity.bind(own_cores[index])
-            with around(index), _AsReplica(devices[index], index, threads_each, streams), state.applied():
+            with around(index), AsReplica(devices[index], index, threads_each, streams), state.applied():
                 return own_context.run(tasks[index])
 
-        outcome = _outcome(in_context)
+        outcome = outcome_of(in_context)
         try:
             together.ended[index], _thread.run = True, (None, 0)
             if together.on_end is not None:
@@ -224,23 +223,23 @@ def _run_in_threads(
 
     def run_here(index: int) -> T:
         _thread.run = together, index
-        with around(index), _AsReplica(devices[index], index, threads_each, streams):
+        with around(index), AsReplica(devices[index], index, threads_each, streams):
             return tasks[index]()
 
     in_workers = [*range(num_tasks)]
     if here is not None:
         in_workers.remove(here)
     # A node that the caller makes next is to come before those of the replicas in a backward that reaches both.
-    most_nodes = torch_private.sequence_number() if torch.is_grad_enabled() else None
+    most_nodes = graph_nodes.sequence_number() if torch.is_grad_enabled() else None
     num_running = len(in_workers)
-    workers = _pool.borrow([devices[i] for i in in_workers], most_nodes)  # fails where the system gives no more threads
-    threads_before, threads_each = _thread_counts.begin(devices)
+    workers = pool.borrow([devices[i] for i in in_workers], most_nodes)  # fails where the system gives no more threads
+    threads_before, threads_each = thread_counts.begin(devices)
     ended: dict[int, Outcome[T]] = {}
     try:
         for i, worker in zip(in_workers, workers, strict=True):
-            worker.inbox.put(_Order(i, [run], done, makes_nodes=most_nodes is not None))
+            worker.inbox.put(Order(i, [run], done, makes_nodes=most_nodes is not None))
         if here is not None:
-            ended[here] = _outcome(partial(run_here, here))
+            ended[here] = outcome_of(partial(run_here, here))
             together.ended[here], _thread.run = True, (None, 0)
             if together.on_end is not None:
                 together.on_end(here, ended[here])
@@ -264,14 +263,14 @@ def _run_in_threads(
             _raise_if_urgent(ended[index])
         most_made = max([worker.num_nodes for worker in workers])
         if most_nodes is not None and most_made > most_nodes:
-            torch_private.number_nodes_from(most_made)
+            graph_nodes.number_nodes_from(most_made)
         return [*map(ended.__getitem__, range(num_tasks))]
     finally:
         have_ended = [*map(ended.__contains__, in_workers)]
-        _pool.give_back([*compress(workers, have_ended)])
+        pool.give_back([*compress(workers, have_ended)])
         if False in have_ended:
-            _pool.abandon([*compress(workers, map(not_, have_ended))])
-        _thread_counts.end(threads_before, threads_each)
+            pool.abandon([*compress(workers, map(not_, have_ended))])
+        thread_counts.end(threads_before, threads_each)
         ended.clear()  # a traceback refers to this frame: nothing in it may refer to an exception
 
 
@@ -282,123 +281,19 @@ def free_in_workers() -> None:
     the next pass, or by `gc.collect()`.
     """
     if not inside_replica():
-        _pool.run_idle(SimpleQueue())
-
-
-class Background:
-    """Tasks that run in workers until they end, task i for a replica on `devices[i]`; the caller goes on.
-
-    A task sees the thread state that it is given, and the caller's context variables. It has its part of the caller's
-    intra-op threads and cores; the caller's own thread keeps all of its own.
-
-    Args:
-        tasks, devices: one a replica. A task handles its own exceptions, and ends soon after `stop` is called.
-        state: of the tasks' threads.
-        stop: makes the tasks end. It is called when the program ends, too.
-        at_end: called in the thread of the task that ends last.
-    """
-
-    def __init__(
-        self,
-        tasks: Sequence[Callable[[], None]],
-        devices: Sequence[torch.device],
-        state: ThreadState,
-        stop: Callable[[], None],
-        at_end: Callable[[], None],
-    ) -> None:
-        self.stop = stop
-        self._lock = threading.Lock()
-        self._running = set(range(len(tasks)))
-        self._at_end = at_end
-        self._ended = threading.Event()
-        on_host = _devices.all_on_host(devices)
-        streams = None if on_host else _devices.current_streams(devices)
-        own_cores = affinity.cores_per_replica(len(tasks)) if on_host else [()] * len(tasks)
-        context = contextvars.copy_context()
-        started: SimpleQueue[None] = SimpleQueue()
-        threads_before, threads_each = _thread_counts.begin(devices)
-
-        def run(index: int) -> Outcome[None]:
-            def in_context() -> None:
-                affinity.bind(own_cores[index])
-                with _AsReplica(devices[index], index, threads_each, streams), state.applied():
-                    started.put(None)
-                    context.copy().run(tasks[index])
-
-            try:
-                return _outcome(in_context)
-            finally:
-                started.put(None)  # also if it could not start
-                self._workers[index].num_nodes = torch_private.sequence_number()
-                self._leave(index, _pool.give_back)
-
-        self._flags = torch_private.dispatch_mode_flags()
-        _backgrounds.add(self)
-        self._entry = while_replicas_run.enter()
-        self._workers: list[_Worker] = []
-        num_started = 0
-        try:
-            self._workers = _pool.borrow([*devices])
-            for i, worker in enumerate(self._workers):
-                worker.inbox.put(_Order(i, [run], SimpleQueue()))
-                num_started += 1
-            for _ in tasks:
-                started.get()  # soon: nothing of the user's is called before
-        except BaseException:
-            stop()
-            for i in range(num_started, len(tasks)):
-                self.abandon(i)  # not to run, or not there
-            raise
-        finally:
-            # Each task's thread has set its own number by now, and with it that of new threads.
-            _thread_counts.end(threads_before, threads_each)
-
-    def _leave(self, index: int, part_with: "Callable[[Sequence[_Worker]], None]") -> None:
-        """Count a task as ended, and part with its worker, unless that has been done."""
-        with self._lock:
-            if index not in self._running:
-                return
-            self._running.remove(index)
-            part_with(self._workers[index : index + 1])  # in the lock: a wait that has ended finds no worker left
-            is_last = not self._running
-        if is_last:
-            try:
-                self._at_end()
-            finally:
-                _backgrounds.discard(self)
-                while_replicas_run.leave(self._entry)
-                torch_private.clear_dispatch_mode_flags(self._flags)  # modes of the tasks' threads may have overlapped
-                self._ended.set()
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether all tasks have ended."""
-        return self._ended.is_set()
-
-    def abandon(self, index: int) -> None:
-        """Count a task as ended although it is not: it is stuck. It ends when it can, or when the program does."""
-        self._leave(index, _pool.abandon)
-
-    def wait(self, timeout_s: float | None = None) -> None:
-        """Wait until all tasks have ended; those that have not after `timeout_s` are abandoned."""
-        began = time.monotonic()
-        while not self._ended.wait(WAKE_S):
-            deliver()
-            if timeout_s is not None and time.monotonic() - began > timeout_s:
-                for index in [*self._running]:
-                    self.abandon(index)
+        pool.run_idle(SimpleQueue())
 
 
 @contextmanager
 def as_first_replica(devices: Sequence[torch.device], state: ThreadState) -> Iterator[None]:
     """The context in which the calling thread is the first replica's, with a replica's part of its intra-op threads."""
-    before, each = _thread_counts.begin(devices)
+    before, each = thread_counts.begin(devices)
     try:
         streams: list[torch.Stream] | None = None if _devices.computes_on_host(devices[0]) else []
-        with _AsReplica(devices[0], 0, each, streams), state.applied():
+        with AsReplica(devices[0], 0, each, streams), state.applied():
             yield
     finally:
-        _thread_counts.end(before, each)
+        thread_counts.end(before, each)
 
 
 def inside_replica() -> bool:
@@ -424,12 +319,13 @@ def at_end_of_task(function: Callable[[], None] | None) -> None:
     _thread.at_end = function
 
 
-def _outcome(task: Callable[[], T]) -> Outcome[T]:
+def outcome_of(task: Callable[[], T]) -> Outcome[T]:
+    """Run a task in this thread; return how it ended. Checkpoints through which its error has passed are ended."""
     try:
         return Outcome(value=task())
     except BaseException as error:  # noqa: BLE001 - raised in the caller
         with contextlib.suppress(Exception):  # a class of the user's may do anything; the caller waits
-            torch_private.end_checkpoints(error)
+            checkpoints.end_checkpoints(error)
         return Outcome(error=error)
 
 
@@ -437,10 +333,10 @@ def _run_here(
     task: Callable[[], T], device: torch.device, index: int, around: AbstractContextManager[None]
 ) -> Outcome[T]:
     def run() -> T:
-        with around, _AsReplica(device, index, None, None if _devices.computes_on_host(device) else []):
+        with around, AsReplica(device, index, None, None if _devices.computes_on_host(device) else []):
             return task()
 
-    outcome = _outcome(run)
+    outcome = outcome_of(run)
     try:
         _raise_if_urgent(outcome)
         return outcome
@@ -454,7 +350,7 @@ def _raise_if_urgent(outcome: Outcome[T]) -> None:
         if error is not None and (
             issubclass(type(error), ReplicaTimeout)
             or not issubclass(type(error), Exception)
-            or torch_private.stops_recomputation(error)
+            or checkpoints.stops_recomputation(error)
         ):
             raise error
     finally:
@@ -478,14 +374,14 @@ class _ThreadCounts:
         self._lock = threading.Lock()
         self._running: list[int] = []  # the number of each replica, one entry a running call
         self._default = 1
-        self._flags = torch_private.dispatch_mode_flags()
+        self._flags = process_wide.dispatch_mode_flags()
 
     def begin(self, devices: Sequence[torch.device]) -> tuple[int, int]:
         """Return the calling thread's number, and the part of it for each replica."""
         before = torch.get_num_threads()
         with self._lock:
             if not self._running:
-                self._default, self._flags = before, torch_private.dispatch_mode_flags()
+                self._default, self._flags = before, process_wide.dispatch_mode_flags()
             elif before in self._running and not hasattr(_thread, "num_threads"):
                 before = self._default
             on_host = [*map(_devices.computes_on_host, devices)].count(True)
@@ -500,7 +396,7 @@ class _ThreadCounts:
         with self._lock:
             self._running.remove(each)
             if not self._running:
-                torch_private.clear_dispatch_mode_flags(self._flags)
+                process_wide.clear_dispatch_mode_flags(self._flags)
             wrong_default = not self._running and before != self._default
         if wrong_default:  # an earlier call found another number; a new thread sets it, so that this one keeps its own
             setter = threading.Thread(target=torch.set_num_threads, args=(self._default,))
@@ -508,7 +404,7 @@ class _ThreadCounts:
             setter.join()
 
 
-class _AsReplica:
+class AsReplica:
     """The context of a replica's task in its thread: the number of intra-op threads, device, streams, and its mark.
 
     The number is not restored here: `_ThreadCounts` divides the threads, and restores it.
@@ -545,7 +441,7 @@ class _AsReplica:
 
 
 @dataclass(slots=True)
-class _Order:
+class Order:
     """An order to a worker: call the one job in the list with the index, and put (index, its outcome) into `done`."""
 
     index: int
@@ -554,7 +450,7 @@ class _Order:
     makes_nodes: bool = False  # whether it makes nodes of graphs
 
 
-class _Worker:
+class Worker:
     """One thread that runs the orders in its inbox, until it finds None there.
 
     Attributes:
@@ -564,7 +460,7 @@ class _Worker:
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.num_nodes = device, 0
-        self.inbox: SimpleQueue[_Order | None] = SimpleQueue()
+        self.inbox: SimpleQueue[Order | None] = SimpleQueue()
         self.thread = threading.Thread(target=self._work, name="unisono-worker", daemon=True)
         self.thread.start()
 
@@ -575,7 +471,7 @@ class _Worker:
                 # is to be freed at once. So no variable holds the outcome, and the job is popped.
                 outcome = [order.jobs.pop()(order.index)]
                 if order.makes_nodes:
-                    self.num_nodes = torch_private.sequence_number()
+                    self.num_nodes = graph_nodes.sequence_number()
                 order.done.put((order.index, outcome.pop()))
                 del order
 
@@ -585,10 +481,10 @@ class _Pool:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._idle: list[_Worker] = []
-        self._busy: list[_Worker] = []
+        self._idle: list[Worker] = []
+        self._busy: list[Worker] = []
 
-    def borrow(self, devices: list[torch.device], most_nodes: int | None = None) -> list[_Worker]:
+    def borrow(self, devices: list[torch.device], most_nodes: int | None = None) -> list[Worker]:
         """Take a worker for each device, the same ones in the same order whenever they are idle.
 
         Args:
@@ -603,14 +499,14 @@ class _Pool:
             self._busy = [worker for worker in self._busy if worker.thread.is_alive()] + borrowed
         return borrowed
 
-    def _each_for(self, devices: Sequence[torch.device], usable: Sequence[_Worker]) -> list[_Worker]:
+    def _each_for(self, devices: Sequence[torch.device], usable: Sequence[Worker]) -> list[Worker]:
         """Return a worker for each device: the first usable one, or a new one."""
-        found: list[_Worker] = []
+        found: list[Worker] = []
         for device in devices:
             of_device = [worker for worker in self._idle if worker.device == device and worker not in found]
             worker = next((worker for worker in of_device if worker in usable), None)
             if worker is None:
-                worker = _Worker(device)
+                worker = Worker(device)
                 self._idle.append(worker)  # where it stays if the system has no thread for the next one
                 for unusable in of_device[:1]:
                     self._idle.remove(unusable)
@@ -618,7 +514,7 @@ class _Pool:
             found.append(worker)
         return found
 
-    def give_back(self, workers: Sequence[_Worker]) -> None:
+    def give_back(self, workers: Sequence[Worker]) -> None:
         with self._lock:
             self._busy = [worker for worker in self._busy if worker not in workers]
             self._idle[:0] = workers
@@ -627,10 +523,10 @@ class _Pool:
         """Have every idle worker run an empty task; return how many there are. Each puts its outcome into `done`."""
         idle = [*self._idle]  # without the lock: a finalizer may run a pass in the middle of this
         for worker in idle:
-            worker.inbox.put(_Order(0, [_nothing], done))
+            worker.inbox.put(Order(0, [_nothing], done))
         return len(idle)
 
-    def abandon(self, workers: Sequence[_Worker]) -> None:
+    def abandon(self, workers: Sequence[Worker]) -> None:
         """Let busy workers end with their current task."""
         for worker in workers:
             worker.inbox.put(None)
@@ -640,8 +536,8 @@ class _Pool:
 
         A worker whose task sleeps, in `time.sleep` or for a lock that is never released, is not waited for.
         """
-        for background in list(_backgrounds):
-            background.stop()
+        for stop in list(stops_at_exit):
+            stop()
         with self._lock:
             ending = self._idle + self._busy
             self._idle, self._busy = [], []
@@ -659,7 +555,7 @@ class _Pool:
         if not have_ended:
             log.warning("a replica is still running %g s after the end of the program", _EXIT_WAIT_S)
 
-    def _join(self, workers: Sequence[_Worker], until: float) -> bool:
+    def _join(self, workers: Sequence[Worker], until: float) -> bool:
         """Join workers; return False if one still runs, and is not asleep, when the time is over."""
         asleep_since: dict[int, tuple[float, object]] = {}  # with the state that it has had since then
         while True:
@@ -691,9 +587,9 @@ def _nothing(index: int) -> Outcome[None]:
 
 
 def _after_fork() -> None:
-    _pool.forget()
-    _backgrounds.clear()
-    _thread_counts.__init__()  # type: ignore[misc]
+    pool.forget()
+    stops_at_exit.clear()
+    thread_counts.__init__()  # type: ignore[misc]
     _thread.run = None, 0
     _thread.replica_device, _thread.replica_path = None, ()  # a fork inside a task: the child is no replica
 
@@ -708,8 +604,9 @@ class _ThreadLocal(threading.local):
 
 
 _thread = _ThreadLocal()
-_thread_counts = _ThreadCounts()
-_backgrounds: set[Background] = set()  # those that run
-_pool = _Pool()
-atexit.register(_pool.stop)
+thread_counts = _ThreadCounts()
+pool = _Pool()
+# What ends the tasks that go on while the caller does other things (inference/background.py).
+stops_at_exit: set[Callable[[], None]] = set()
+atexit.register(pool.stop)
 in_forked_child(_after_fork)

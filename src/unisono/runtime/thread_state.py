@@ -14,8 +14,9 @@ from dataclasses import dataclass
 
 import torch
 
-from unisono.runtime import draws_off, torch_private
+from unisono.runtime import draws_off
 from unisono.runtime.contexts import contextmanager
+from unisono.runtime.torch_private import modes
 
 # Device types that autocast knows; asking about one that this build of torch lacks is harmless.
 _AUTOCAST_TYPES = ("cpu", "cuda", "xpu", "mps", "hpu", "xla", "mtia", "ipu", "privateuseone")
@@ -40,10 +41,10 @@ class ThreadState:
         return cls(
             grad_enabled=torch.is_grad_enabled(),
             inference=torch.is_inference_mode_enabled(),
-            autocast=_autocast() if torch_private.any_autocast() else (),
+            autocast=_autocast() if modes.any_autocast() else (),
             autocast_cache=torch.is_autocast_cache_enabled(),
-            saved_tensor_hooks_disabled=torch_private.saved_tensor_hooks_disabled(),
-            default_device=torch_private.default_device(),
+            saved_tensor_hooks_disabled=modes.saved_tensor_hooks_disabled(),
+            default_device=modes.default_device(),
             flush_denormal=_flushes_denormals(),
             draws_off=draws_off.are_off(),
         )
@@ -79,11 +80,11 @@ class ThreadState:
 
 def modes_that_stay() -> bool:
     """Return whether this thread is under a mode or transform that no other thread can join."""
-    return torch_private.any_mode() and (
-        torch_private.has_dispatch_modes()
-        or torch_private.has_transforms()
-        or torch_private.has_saved_tensor_hooks()
-        or any(not torch_private.is_default_device(mode) for mode in torch_private.function_modes())
+    return modes.any_mode() and (
+        modes.num_dispatch_modes() > 0
+        or modes.has_transforms()
+        or modes.has_saved_tensor_hooks()
+        or any(not modes.is_default_device(mode) for mode in modes.function_modes())
     )
 
 

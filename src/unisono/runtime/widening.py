@@ -45,7 +45,7 @@ def widened(dtype: torch.dtype, least: torch.dtype) -> torch.dtype:
 
 
 def handlers(asked: Callable[[torch.dtype], torch.dtype]) -> Iterator[tuple[Any, Callable[..., Any]]]:
-    """Yield the operations with their handlers, for `torch_private.catch_operations`.
+    """Yield the operations with their handlers, for `dispatcher.catch_operations`.
 
     Args:
         asked: returns the type to compute in, in the place of one that was asked for.

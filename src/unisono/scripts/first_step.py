@@ -20,9 +20,9 @@ from torch import nn
 from unisono.console.errors import DONE, FAILED, MISUSED
 from unisono.console.files import as_typed
 from unisono.data_parallel import DataParallel
-from unisono.runtime import torch_private
 from unisono.runtime.errors import users_line
 from unisono.runtime.thread_pool import inside_replica
+from unisono.runtime.torch_private import compiler
 from unisono.verification.first_call import FirstCall
 from unisono.verification.report import Report
 
@@ -41,7 +41,7 @@ _TRIES = 3  # of calls of one kind, until one has rows for two replicas
 def _uncompiled(function: Callable[_P, _R]) -> Callable[_P, _R]:
     @functools.wraps(function)
     def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:  # the wrapper may be compiled, at any time
-        return cast("_R", torch_private.uncompiled(function)(*args, **kwargs))
+        return cast("_R", compiler.uncompiled(function)(*args, **kwargs))
 
     return run
 

@@ -50,7 +50,6 @@ from torch.overrides import TorchFunctionMode
 from unisono.autograd.bucket import is_bucket_node
 from unisono.autograd.replica_graph import while_backward_runs
 from unisono.runtime import devices as _devices
-from unisono.runtime import torch_private
 from unisono.runtime.contexts import contextmanager
 from unisono.runtime.exchange import (
     CrossProcess,
@@ -65,6 +64,7 @@ from unisono.runtime.interrupts import acquire, deliver, interruptibly, uninterr
 from unisono.runtime.stand_ins import StandIns
 from unisono.runtime.streams import current_stream, wait_for_maker
 from unisono.runtime.thread_pool import inside_replica
+from unisono.runtime.torch_private import compiler, modes
 from unisono.sync_batch_norm.kernels import KernelStatistics, dense
 from unisono.sync_batch_norm.statistics import ReduceGrad, Statistics
 
@@ -189,7 +189,7 @@ class BatchNormOverReplicas:
         before, before_in_thread = passes.get(index), _current_pass()
         passes[index] = _thread.replica_pass = replica_pass
         try:
-            with torch_private.with_function_mode(_BatchNormMode(replica_pass)):
+            with modes.with_function_mode(_BatchNormMode(replica_pass)):
                 yield
         finally:
             passes[index], _thread.replica_pass = before, before_in_thread
@@ -276,7 +276,7 @@ _TRAINING = 5  # the place of `training` among the arguments of batch norm
 
 def not_running_together() -> AbstractContextManager[None]:
     """Return the context of a backward in which a checkpoint cannot recompute a batch norm: that is an error."""
-    return torch_private.with_function_mode(_BatchNormMode(None))
+    return modes.with_function_mode(_BatchNormMode(None))
 
 
 def inside_synchronised_replica() -> bool:
@@ -482,7 +482,7 @@ class _BatchNormMode(TorchFunctionMode):
     def __init__(self, replica_pass: _ReplicaPass | None) -> None:
         super().__init__()
         self._replica_pass = replica_pass
-        self._run_batch_norm = torch_private.uncompiled(_BatchNormMode._batch_norm)
+        self._run_batch_norm = compiler.uncompiled(_BatchNormMode._batch_norm)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if (func is F.batch_norm or func in _batch_norms) and _takes_statistics(args, kwargs):
@@ -514,7 +514,7 @@ class _BatchNormMode(TorchFunctionMode):
             return of_torch()
         if eps <= 0:  # newer releases of torch refuse it, and raise an error here; older ones compute with it
             F.batch_norm(input.new_ones(2, 1), None, None, training=True, eps=eps)
-        if torch_private.has_transforms():
+        if modes.has_transforms():
             raise RuntimeError(_TRANSFORM)
         replica_pass = self._replica_pass
         if replica_pass is None:
@@ -549,7 +549,7 @@ class _BatchNormMode(TorchFunctionMode):
         if named is not None:
             kwargs["inputs"] = _edges(named)
         if self._replica_pass is None or not self._replica_pass.turn.is_needed:
-            with torch_private.with_function_mode(self):
+            with modes.with_function_mode(self):
                 return interruptibly(func, _edges(outputs), *map(_edges, inputs), **kwargs)
         self._replica_pass.turn.take()
         ends = _ends(_edges(outputs)) if func is torch.autograd.backward and not named else []
@@ -557,7 +557,7 @@ class _BatchNormMode(TorchFunctionMode):
             kwargs["inputs"] = ends
         entry = while_backward_runs.enter() if ends else None  # checkpoints are fine: these are all ends
         try:
-            with torch_private.with_function_mode(self):
+            with modes.with_function_mode(self):
                 return interruptibly(func, _edges(outputs), *map(_edges, inputs), **kwargs)
         finally:
             if entry is not None:
@@ -569,7 +569,7 @@ _BACKWARD = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward
 
 def _have_edges(tensors: Any) -> bool:
     if isinstance(tensors, torch.Tensor):
-        return tensors.requires_grad and not torch_private.is_of_transform(tensors)
+        return tensors.requires_grad and not modes.is_of_transform(tensors)
     return tensors is None or isinstance(tensors, GradientEdge) or all(map(_have_edges, tensors))
 
 

@@ -32,7 +32,8 @@ from torch.optim.sgd import sgd
 
 from unisono.console.errors import OptionError
 from unisono.data_parallel import DataParallel
-from unisono.runtime import devices, torch_private
+from unisono.runtime import devices
+from unisono.runtime.torch_private import compiler
 
 MOMENTUM, WEIGHT_DECAY = 0.9, 5e-4
 
@@ -67,7 +68,7 @@ class Computation:
         self._memory: dict[torch.Size, Tensor] = {}  # of pictures and of labels, which differ in shape
         functions: list[Callable[..., Any]] = [_training_loss, _test_totals, _update]
         if whole:
-            torch_private.mark_static([*self._parameters, *self.momenta.values(), *live.buffers(), self._rate])
+            compiler.mark_static([*self._parameters, *self.momenta.values(), *live.buffers(), self._rate])
             mode = GRAPHS_MODE if self._captured else None
             functions = [torch.compile(each, dynamic=False, fullgraph=True, mode=mode) for each in functions]
         self._training_loss, self._test_totals, self._update = functions
@@ -105,7 +106,7 @@ class Computation:
         shape = torch.Size([len(rows), *tensor.shape[1:]])
         if shape not in self._memory:
             self._memory[shape] = torch.empty(shape, dtype=tensor.dtype, device=self._device)
-            torch_private.mark_static([self._memory[shape]])
+            compiler.mark_static([self._memory[shape]])
         return rows_on(self._device, tensor, rows, into=self._memory[shape])
 
 

@@ -28,9 +28,9 @@ from unisono.console.errors import Interrupted, OptionError
 from unisono.console.progress import Progress
 from unisono.data_parallel import DataParallel
 from unisono.runtime import devices as _devices
-from unisono.runtime import torch_private
 from unisono.runtime.contexts import contextmanager
 from unisono.runtime.precision import float32_products
+from unisono.runtime.torch_private import compiler
 from unisono.training.computation import cannot_compile
 from unisono.training.metrics import EpochRecord
 from unisono.training.observers import Observer
@@ -201,7 +201,7 @@ def _explained(run: Run) -> Iterator[None]:
     options = run.options
     try:
         yield
-    except torch_private.compiler_errors() as error:
+    except compiler.compiler_errors() as error:
         if run.stop.received is None:
             raise cannot_compile(run.devices[0], error) from error
         # A signal from the terminal also ends the processes of the compiler, in the middle of a step.

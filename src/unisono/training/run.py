@@ -26,7 +26,6 @@ from unisono.data_parallel import DataParallel
 from unisono.distributed import environment
 from unisono.profiling.profile import Profile
 from unisono.runtime import devices as _devices
-from unisono.runtime import torch_private
 from unisono.runtime.precision import has_tf32
 from unisono.training import checkpoint, data, models
 from unisono.training.checkpoint import Checkpoint
@@ -340,7 +339,7 @@ def has_room_for(device: torch.device, num_bytes: int) -> bool:
     """
     if _devices.computes_on_host(device):
         return False
-    return num_bytes <= torch_private.free_memory_bytes(device) // 4
+    return num_bytes <= _devices.free_memory_bytes(device) // 4
 
 
 def _load(options: Options, progress: Progress, ranks: Ranks) -> data.Dataset:

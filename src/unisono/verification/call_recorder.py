@@ -19,9 +19,9 @@ import torch
 from torch import nn
 
 from unisono.data_parallel import DataParallel
-from unisono.runtime import torch_private
 from unisono.runtime.contexts import contextmanager
 from unisono.runtime.thread_pool import replica_path
+from unisono.runtime.torch_private import compiler, modes
 from unisono.verification.compare import Tolerance, plain, tensors_in
 
 Path: TypeAlias = tuple[int, ...]
@@ -91,13 +91,13 @@ class CallRecorder:
         return self.grouped().get(("", 0), [])
 
     def _before(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if torch_private.has_transforms():  # tensors of vmap or grad have no values outside of it
+        if modes.has_transforms():  # tensors of vmap or grad have no values outside of it
             return
         path = replica_path()
         self._running[path].append((name, self._copied((args, kwargs), path), self.watch()))
 
     def _after(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if torch_private.has_transforms():
+        if modes.has_transforms():
             return
         path = replica_path()
         running, inputs, has_drawn = self._running[path].pop()
@@ -119,7 +119,7 @@ class CallRecorder:
 
 
 def _recordable(module: nn.Module, name: str, known: set[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    if module in known or isinstance(module, torch.jit.ScriptModule) or torch_private.has_compiled_call(module):
+    if module in known or isinstance(module, torch.jit.ScriptModule) or compiler.has_compiled_call(module):
         return
     known.add(module)
     yield name, module
