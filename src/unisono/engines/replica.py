@@ -224,11 +224,6 @@ class Replicas:
         if self.are_unchanged():
             return True
         self._dicts.restore()
-        self._rebound.restore()
-        self._tensors.restore_attributes()
-        for module, cls in zip(self._modules, self._classes, strict=True):
-            if type(module) is not cls:
-                module.__class__ = cls
         return self.are_unchanged()
 
     def assigned(self, outputs: Sequence[Any] = ()) -> list[Change]:

@@ -48,11 +48,7 @@ class DictSnapshot:
 
     def __init__(self, dicts: Sequence[dict[Any, Any]]) -> None:
         self.dicts = dicts
-        self.take()
-
-    def take(self) -> None:
-        """Take the items as they are now."""
-        self.copies = [*map(dict, self.dicts)]
+        self.copies = [*map(dict, dicts)]
         self._number_items()
 
     def _number_items(self) -> None:
@@ -154,10 +150,6 @@ class TensorSnapshot:
             return False
         return self._attributes.is_current() if self._have_attributes else not any(self._attributes.dicts)
 
-    def restore_attributes(self) -> None:
-        """Give the tensors the attributes that they had."""
-        self._attributes.restore()
-
     def _state(self) -> list[Any]:
         tensors = self._tensors
         state = [*map(_requires_grad, tensors), *map(type, tensors)]
@@ -178,26 +170,11 @@ class ContainerSnapshot:
         for _ in _visited(shared, seen):
             pass
         self._containers: list[Any] = [each for each in _visited(values, seen) if not is_a(each, tuple)]
-        self.take()
-
-    def take(self) -> None:
-        """Take what they hold now."""
         self._before = [*map(_items, self._containers)]
 
     def is_current(self) -> bool:
         """Return whether they hold the same objects."""
         return all(map(_same, map(_items, self._containers), self._before))
-
-    def restore(self) -> None:
-        """Give the containers what they held."""
-        for container, before in zip(self._containers, self._before, strict=True):
-            if not _same(_items(container), before):
-                container.clear()
-                if isinstance(container, dict):
-                    half = len(before) // 2
-                    container.update(zip(before[:half], before[half:], strict=True))
-                else:
-                    (container.update if isinstance(container, set) else container.extend)(before)
 
     def take_plain(self) -> bool:
         """Take what they hold now where that is plain values; return whether nothing else has changed."""
