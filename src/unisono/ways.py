@@ -36,7 +36,8 @@ from unisono.leftovers.shared import Search, SharedWrites
 from unisono.leftovers.written_parameters import LookAtParameters, WrittenParameters
 from unisono.options import Options
 from unisono.primitives import pytree
-from unisono.primitives.blueprint import HOOKS, Blueprint
+from unisono.primitives.blueprint import Blueprint
+from unisono.primitives.change_tracking import HOOKS
 from unisono.primitives.dims import OutputRules
 from unisono.primitives.inputs import Arguments, scattered
 from unisono.primitives.measured_shares import MeasuredShares, StepTime

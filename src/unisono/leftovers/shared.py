@@ -29,8 +29,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from unisono.primitives.blueprint import HOOKS
-from unisono.primitives.change_tracking import GONE
+from unisono.primitives.change_tracking import GONE, HOOKS, OF_EVERY_MODULE
 from unisono.primitives.object_state import is_equal
 from unisono.primitives.references import MODES
 from unisono.primitives.visitor import (
@@ -55,7 +54,6 @@ _NOT_THE_USERS = {"torch", "unisono", *sys.stdlib_module_names} - {"__main__"}
 # Objects of these packages are no state.
 _SERVICES = {"torch", "unisono", "logging", "threading", "_thread", "concurrent", "multiprocessing", "asyncio"}
 _LARGE_BYTES = 2**24  # of an array
-_OF_EVERY_MODULE = frozenset(nn.Module().__dict__)
 _SKIPPED = INERT - {type}
 
 
@@ -137,7 +135,7 @@ class Search:
         roots = [*self._hooks(modules, names, observers)]
         for module, name in zip(modules, names, strict=True):
             for key, value in [*module.__dict__.items()]:
-                if key not in _OF_EVERY_MODULE and not is_a(value, nn.Module):
+                if key not in OF_EVERY_MODULE and not is_a(value, nn.Module):
                     roots.append(Place(value, f"{name}.{key}" if name else key))
         for cls in dict.fromkeys(cls for module in modules for cls in type(module).__mro__):
             if name_of_file(cls.__module__):
@@ -208,7 +206,7 @@ class Search:
                 yield ("", None), value._version
         elif is_a(value, nn.Module):
             for name, each in [*value.__dict__.items()]:
-                if name not in _OF_EVERY_MODULE or name == "_buffers":
+                if name not in OF_EVERY_MODULE or name == "_buffers":
                     yield (".{}", name), each
         elif (number := num_entries(value)) is not None:
             yield from entries(value)
