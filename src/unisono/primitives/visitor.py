@@ -141,18 +141,13 @@ def dict_of(cls: type) -> Any:
 def filled_slots(value: object) -> Iterator[tuple[str, types.MemberDescriptorType, Any]]:
     """Yield the attributes that an object has in slots of its class (`__slots__`), with the slots."""
     for base in type(value).__mro__:
-        of_base = vars(base)
-        slots = of_base.get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            is_private = name.startswith("__") and not name.endswith("__")
-            attribute = f"_{base.__name__.lstrip('_')}{name}" if is_private else name
-            slot = of_base.get(attribute)
+        for name, slot in [*vars(base).items()] if "__slots__" in vars(base) else ():
             if type(slot) is types.MemberDescriptorType:
                 try:
                     held = slot.__get__(value)
                 except AttributeError:  # it is empty
                     continue
-                yield attribute, slot, held
+                yield name, slot, held
 
 
 def references_of(value: Any) -> list[tuple[Step, Any]]:
