@@ -32,7 +32,7 @@ INERT = frozenset(
 # Containers of exactly these types are compared with what they held (change_tracking.py).
 TRACKED = (dict, OrderedDict, defaultdict, list, set, deque)
 PROXIES = frozenset({weakref.ProxyType, weakref.CallableProxyType})
-CONTAINERS = (dict, types.MappingProxyType, list, tuple, set, frozenset, deque)
+CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 _DESCRIPTORS = (types.GetSetDescriptorType, types.MemberDescriptorType)
 
 Step: TypeAlias = tuple[str, Any]  # its text, with {} for a key, and "=" in front where the path begins anew; the key
@@ -111,7 +111,7 @@ def entries(value: Any) -> list[tuple[Step, Any]]:
     kind = _kind_of(type(value))
     if kind is None or kind.__len__(value) > LARGE:
         return []
-    if kind in (dict, types.MappingProxyType):
+    if kind is dict:
         return [(("[{!r}]" if type(key) in INERT else "[...]", key), each) for key, each in [*kind.items(value)]]
     if kind in (set, frozenset):
         return [(("", each), each) for each in [*kind.__iter__(value)]]
