@@ -30,13 +30,14 @@ from unisono.inference.batch_map import Callee
 from unisono.inference.lane_choice import choice_for
 from unisono.leftovers.attributes import AnyReplicas
 from unisono.leftovers.buffers import buffer_registries, commit_buffers
-from unisono.leftovers.first_steps import Look, ScriptedBatchNorm
+from unisono.leftovers.first_steps import AtEnd, Look, refuse_scripted_batch_norm
 from unisono.leftovers.report import Kind
 from unisono.leftovers.shared import Search
 from unisono.leftovers.written_parameters import LookAtParameters, WrittenParameters
 from unisono.options import Options
 from unisono.primitives import pytree
-from unisono.primitives.blueprint import HOOKS, Blueprint
+from unisono.primitives.blueprint import Blueprint
+from unisono.primitives.change_tracking import HOOKS
 from unisono.primitives.dims import OutputRules
 from unisono.primitives.inputs import Arguments, scattered
 from unisono.primitives.measured_shares import MeasuredShares, StepTime
@@ -659,7 +660,8 @@ def _looks_at_composition(
         replica = replicas[0] if isinstance(replicas[0], nn.Module) else module
         looks.append(first_steps.batch_norm(replica, in_one_process=True))
     if wrapper._options.sync_batch_norm and len(replicas) > 1:
-        looks.append(ScriptedBatchNorm(replicas[0] if isinstance(replicas[0], nn.Module) else module))
+        replica = replicas[0] if isinstance(replicas[0], nn.Module) else module
+        looks.append(AtEnd(partial(refuse_scripted_batch_norm, replica)))
     own = [each for modules in common.modules for each in modules]
     search = Search(common.live_modules, common.names, observers=Blueprint(module).observers, own=own)
     looks += first_steps.looks(structure, search, leaves, devices, in_threads=not modes_that_stay())

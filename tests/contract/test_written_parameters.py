@@ -251,13 +251,6 @@ def test_several_forwards_before_one_backward(
     assert_same_state(model.module, plain)
 
 
-def test_writes_that_autograd_records(wrap: Wrap) -> None:
-    """R22: into a parameter, which is no leaf in a replica: torch refuses this on one device."""
-    model = wrap(Calls(lambda net, x: x * net.shift.mul_(0.9), shift=nn.Parameter(torch.ones(5))))
-    with pytest.raises(RuntimeError, match=f"{WRITTEN}'shift', and autograd has recorded that"):
-        model(torch.randn(6, 5))
-
-
 def test_values_that_differ() -> None:
     """R22: by more than rounding; in half precision at all."""
     one = torch.tensor([1.0, math.nan, math.inf, -3.0])

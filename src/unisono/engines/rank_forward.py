@@ -27,7 +27,7 @@ from unisono.autograd.linked import link_parameters
 from unisono.distributed.gradient_sync import SENT_TWICE, GradientSync, SyncContext, UnboundGradientSync
 from unisono.engines.step_memory import StepMemory
 from unisono.engines.step_plan import Call, called
-from unisono.leftovers.first_steps import ScriptedBatchNorm
+from unisono.leftovers.first_steps import refuse_scripted_batch_norm
 from unisono.leftovers.written_parameters import LookAtParameters, WrittenParameters
 from unisono.primitives import pytree
 from unisono.primitives.blueprint import Blueprint
@@ -189,7 +189,7 @@ class Ranks:
             return call()
         if exchange is not None:  # the first time, batch norms that are called in other ways are seen too
             call = partial(run_as_replica, module, call, exchange)
-            ScriptedBatchNorm(module).end()
+            refuse_scripted_batch_norm(module)
         output = self._noting_writes(module, call, with_values=True)
         first_steps.counted(structure).end()
         return output

@@ -45,7 +45,7 @@ from unisono.engines.shards import Shards
 from unisono.engines.step_memory import StepMemory, freeze
 from unisono.engines.step_plan import Call, StepPlan, called
 from unisono.leftovers.buffers import BuffersInBackward, histories
-from unisono.leftovers.first_steps import NOT_SYNCHRONISED, Look, ScriptedBatchNorm
+from unisono.leftovers.first_steps import NOT_SYNCHRONISED, AtEnd, Look, refuse_scripted_batch_norm
 from unisono.leftovers.shared import Search, SharedWrites
 from unisono.leftovers.written_parameters import LookAtParameters
 from unisono.primitives.blueprint import Blueprint, collector_paused
@@ -340,7 +340,7 @@ class Step:
             return [counted]
         looks: list[Look] = []
         if self._synchronises():
-            looks.append(ScriptedBatchNorm(self._replicas.roots[0]))
+            looks.append(AtEnd(partial(refuse_scripted_batch_norm, self._replicas.roots[0])))
         if self._normalises_shards():
             looks.append(first_steps.batch_norm(self._replicas.roots[0], in_one_process=len(plan.devices) > 1))
         if not plan.has_several:
