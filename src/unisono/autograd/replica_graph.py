@@ -198,6 +198,8 @@ class ReplicaGraphs:
         """Drop what refers to the replica graphs."""
         self.on_release, self.on_backward = lambda: None, None
         self.inputs, self.leaves, self.outputs, self.passes, self.roots = [], [], [], _NO_PASSES, ()
+        if self.buffers is not None:
+            self.buffers.end()
         self.parameters, self.buffers = self.parameters._replace(own=(), nodes=()), None
 
     def take_from(self, other: Self) -> None:

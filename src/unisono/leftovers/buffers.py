@@ -7,6 +7,9 @@ In backward an activation checkpoint runs a part of forward again, and reads wha
 (`BuffersInBackward`).
 """
 
+import itertools
+import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any, TypeAlias, TypeVar
@@ -71,6 +74,29 @@ _CHANGED = (
 )
 
 
+_OUT_OF_ORDER = (
+    "in this backward an activation checkpoint of {module} would read the buffer {name} after that of an earlier "
+    "forward has changed it, where one device runs the checkpoints of the last forward first. {cause} Or change the "
+    "buffer outside of the checkpoint."
+)
+_OF_GRADIENTS = (
+    "The loss uses gradients of the earlier forward (create_graph=True), which replicas compute as a whole: let the "
+    "forward whose gradients the loss uses be the last one before backward."
+)
+_OF_OUTPUT = (
+    "The output of the one went into another forward, and on accelerators the earlier forward does not wait for that: "
+    "call backward for each of their losses, that of the last forward first."
+)
+
+
+_OF_THREADS = (
+    "this backward goes through forwards that several threads have called, and the activation checkpoint of one would "
+    "read the buffer {name} of {module}, which that of another one changes. Which one device runs first depends on how "
+    "many operations each thread has recorded. Call backward for the forwards of each thread by itself. Or change the "
+    "buffer outside of the checkpoint."
+)
+
+
 class BuffersInBackward:
     """Lets activation checkpoints in the backward of one step's replicas read the buffers as on one device.
 
@@ -96,9 +122,13 @@ class BuffersInBackward:
         self._modules, self._live_modules, self._devices = modules[0], live_modules, devices
         self._registries = [buffer_registries(each).dicts for each in modules]
         self._live = buffer_registries(live_modules).dicts
+        self._live_ids = {*map(id, self._live)}
+        self._thread = threading.current_thread()  # the one that has called the forward
         self._reassigns = False
         self._backward = -1  # the number of the last one
         self._before: Any = None  # what it has begun with: `_state`
+        self._cause = _OF_GRADIENTS  # why the backward of a later forward may come later
+        self._forward = 0  # the number of the forward, in this process
         self._buffers: list[torch.Tensor] = []  # after the forward
         self._versions: list[int | None] = []
 
@@ -110,10 +140,21 @@ class BuffersInBackward:
             in_parts: whether the checkpoints are those of parts, which the plain module does not have. Then a backward
                 raises RuntimeError if a buffer has changed.
         """
-        self._reassigns, self._in_parts = reassigns, in_parts
+        self._reassigns, self._in_parts, self._forward = reassigns, in_parts, next(_forwards)
+        self._thread = threading.current_thread()
         if in_parts:
             self._buffers = self._now()
             self._versions = versions_of(self._buffers)
+        else:
+            _waiting[id(self)] = self
+
+    def renew(self) -> None:
+        """Give the replicas what the live module has now."""
+        self._renew(self._now())
+
+    def end(self) -> None:
+        """Note that no backward of the forward follows."""
+        _waiting.pop(id(self), None)
 
     def around(self, run: Callable[[T], None], repeats: bool, backward_of: T) -> None:
         """Call `run(backward_of)`, a backward of the replicas.
@@ -121,33 +162,55 @@ class BuffersInBackward:
         Args:
             repeats: whether one backward of the caller's may run through the graphs several times, as for derivatives
                 of higher order. One device runs a checkpoint once then: so each time that does begins with the same
-                buffers, and what the first one has made of them stays.
+                buffers, and what the first one and other forwards have made of them stays.
         """
         number = engine.number_of_backward()
-        state = self._state() if repeats and not self._in_parts else None
-        is_again = state is not None and number == self._backward >= 0
-        if is_again:
+        is_again = number == self._backward >= 0
+        others = self._passes_before(number) if _first_passes and not self._in_parts and not is_again else []
+        for other in others:
+            other._check_unchanged(self)
+        is_noted = repeats or others or self._others_wait()
+        state = self._state() if is_noted and not self._in_parts else None
+        if state is not None and is_again:
             self._put_back(self._before)
         now = self._now()
-        versions = versions_of(now)
         if not self._in_parts:
-            self.renew()
-        elif [*map(id, now)] != [*map(id, self._buffers)] or versions != self._versions:
+            self._renew(now)
+        elif [*map(id, now)] != [*map(id, self._buffers)] or versions_of(now) != self._versions:
             raise RuntimeError(_CHANGED.format(name=self._name_of_changed()))
         before = DictSnapshot(self._registries[0]) if self._reassigns else None
+        copies = self._copies_of_first()
+        versions = versions_of([own for own, _ in copies])
         run(backward_of)
+        with torch.no_grad():
+            for (own, live), version in zip(copies, versions, strict=True):
+                if versions_of([own]) != [version]:
+                    live.copy_(own)
         if before is not None:  # what is reassigned again stays, without the history of a graph that is gone
             changes = before.changes()
             detached = {id(value): value.detach() for _, _, value in changes if isinstance(value, torch.Tensor)}
             devices = self._devices[0], self._live_device
             commit_buffers(changes, self._modules, self._live_modules, detached, *devices)
-        if state is None:
-            return
-        if is_again:
+        if state is not None and is_again:
             self._put_back(state)
-        elif [*map(id, self._now())] != [*map(id, now)] or versions_of(now) != versions:  # it has come to a checkpoint
+        elif state is not None:
             self._backward, self._before = number, state
-            engine.call_at_end_of_backward(self._forget)
+            _first_passes[id(self)] = self
+            engine.call_at_end_of_backward(self._forget)  # until then it is kept, if its graph is freed, too
+            self._cause = _OF_GRADIENTS if repeats else _OF_OUTPUT
+            for other in others:
+                if other._thread is not self._thread:
+                    self._check_unchanged(other)
+            if repeats and not self._changed():  # it may have come to no checkpoint
+                self._backward = -1
+
+    def _copies_of_first(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return the first replica's buffers that are copies, on another device, each with the live one."""
+        if _devices.same_device(self._devices[0], self._live_device):
+            return []
+        pairs = zip(self._registries[0], self._live, strict=True)
+        both = [(own[name], live[name]) for own, live in pairs for name in own.keys() & live.keys()]
+        return [(one, other) for one, other in both if one is not None and other is not None and one is not other]
 
     def _state(self) -> "_State":
         """Return the live registries; and the buffers, each with its memory and its value."""
@@ -162,8 +225,46 @@ class BuffersInBackward:
             data.copy_(value)  # no version counts it: graphs that have saved the buffer stay valid
             buffer.data = data
 
+    def _passes_before(self, number: int) -> "list[BuffersInBackward]":
+        """Return those to which backward `number` has come, and to which one device comes later, or may."""
+        every = [each for ref in _first_passes.valuerefs() if (each := ref()) is not None and each._backward == number]
+        return [each for each in every if each._forward < self._forward or self._is_in_another_thread(each)]
+
+    def _check_unchanged(self, other: "BuffersInBackward") -> None:
+        """Raise RuntimeError if this has changed a buffer of `other`, to which one device comes first, or may."""
+        if changed := [name for registry, name in self._changed() if id(registry) in other._live_ids]:
+            options = {"module": type(other._live_modules[0]).__name__, "name": repr(changed[0])}
+            of_threads = other._thread is not self._thread
+            raise RuntimeError((_OF_THREADS if of_threads else _OUT_OF_ORDER).format(**options, cause=self._cause))
+
+    def _is_in_another_thread(self, other: "BuffersInBackward") -> bool:
+        return other._thread is not self._thread and not self._live_ids.isdisjoint(other._live_ids)
+
     def _forget(self) -> None:
         self._backward, self._before = -1, None
+
+    def _others_wait(self) -> bool:
+        """Return whether a backward waits to which this one may come later, where one device may come to it first.
+
+        It is that of a forward in another thread, or, on accelerators, of a later one.
+        """
+        every = [each for ref in _waiting.valuerefs() if (each := ref()) is not None]
+        may_be_later = not _devices.all_on_host(self._devices)
+        return any(
+            (may_be_later and each._forward > self._forward) or self._is_in_another_thread(each) for each in every
+        )
+
+    def _changed(self) -> list[tuple[Any, str]]:
+        """Return the live buffers that differ from those with which the last backward began: registry, name."""
+        registries, values = self._before
+        before = {id(buffer): value for buffer, _, value in values}
+        found: list[tuple[Any, str]] = []
+        for path, live, registry in zip(self._names, self._live, registries, strict=True):
+            for name, was in registry.items():
+                value = before.get(id(was))
+                if live.get(name) is not was or (was is not None and value is not None and not _are_equal(was, value)):
+                    found.append((live, f"{path}.{name}" if path else name))
+        return found
 
     def _now(self) -> list[torch.Tensor]:
         return [buffer for buffer in chain(*map(_values, self._live)) if buffer is not None]
@@ -175,9 +276,8 @@ class BuffersInBackward:
         changed = [repr(name) for name, b in buffers if b is not None and before.get(id(b), -1) not in versions_of([b])]
         return changed[0] if changed else "that is gone"
 
-    def renew(self) -> None:
+    def _renew(self, buffers: list[torch.Tensor]) -> None:
         """Give the replicas what the live module has now."""
-        buffers = self._now()
         for i, (registries, device) in enumerate(zip(self._registries, self._devices, strict=True)):
             here = [each for each in buffers if _devices.same_device(each.device, device)]
             if i == 0:
@@ -194,5 +294,13 @@ def versions_of(buffers: Sequence[torch.Tensor]) -> list[int | None]:
     return [None if buffer.is_inference() else buffer._version for buffer in buffers]
 
 
+def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.shape == other.shape and bool(((one == other) | ((one != one) & (other != other))).all())
+
+
 _State: TypeAlias = tuple[list[dict[str, Any]], list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]]
 _values = dict.values
+_forwards = itertools.count(1)
+_waiting: "weakref.WeakValueDictionary[int, BuffersInBackward]" = weakref.WeakValueDictionary()
+# Those that later forwards, or a second run in the same backward, may follow.
+_first_passes: "weakref.WeakValueDictionary[int, BuffersInBackward]" = weakref.WeakValueDictionary()
