@@ -629,5 +629,7 @@ def data_parallel(
     memory = wrapper._step_memory
     memory.first_steps = _first_steps_of.setdefault(module, memory.first_steps)
     wrapper._idle_devices.say_nothing()  # a single call cannot tell a short last batch from a full one
+    if sync_batch_norm:  # replicas wait for each other: in one graph they could not
+        return ways.run(wrapper, None, inputs, kwargs)
     way = ways.on_one_device if len(devices) == 1 else ways.plain_composition
     return way(wrapper, None, inputs, kwargs)

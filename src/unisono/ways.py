@@ -56,7 +56,7 @@ from unisono.runtime.thread_state import modes_that_stay
 from unisono.runtime.timeline import ReplicaTiming
 from unisono.runtime.torch_private import checkpoints, compiler, foreach
 from unisono.runtime.tracebacks import is_raised_by_unisono
-from unisono.sync_batch_norm.function_mode import inside_synchronised_replica, run_synchronised
+from unisono.sync_batch_norm.function_mode import inside_synchronised_replica, not_running_together
 from unisono.wrapper import Wrapper
 
 NO_ACCELERATOR = (
@@ -67,7 +67,7 @@ _VERBS = ("replicate", "scatter", "parallel_apply", "gather")
 _RUNS_WHOLE = (
     "DataParallel with sync_batch_norm=True runs the whole batch on its first device, because a mode is "
     "active that works in one thread only (a dispatch or function mode, a torch.func transform, saved-tensor "
-    "hooks), and replicas cannot wait for each other in one thread."
+    "hooks), or a hook keeps outputs by their module, and replicas cannot wait for each other in one graph."
 )
 _NO_VERBS_IN_RANKS = (
     "{name}.{verb} is overridden, so its gradients cannot be summed over processes, nor can batch norm's "
@@ -101,12 +101,6 @@ _TRACED = (
     "torch.fx cannot trace a DataParallel, whose forward takes (*inputs, **kwargs): trace the module inside, "
     "torch.fx.symbolic_trace(model.module)"
 )
-_APPLIED_ONE_BY_ONE = (
-    "sync_batch_norm=True with an overridden parallel_apply: replicas wait for each other in batch norm, and "
-    "would hang if yours runs them one after the other. Remove one of the two."
-)
-
-
 # Runs a call of a wrapper by its method (None: the module itself), its inputs and, if any, the measured shares.
 Way: TypeAlias = Callable[..., Any]
 
@@ -146,11 +140,11 @@ def run(wrapper: Wrapper, method: str | None, inputs: tuple[Any, ...], kwargs: d
         return _on_the_module(wrapper, method, inputs, kwargs)
     in_ranks = ranks is not None and ranks.take_part(wrapper._modules["module"], options.sync_batch_norm)
     if not in_ranks and (_is_alone(options, method, is_compiling) or _runs_whole(options)):
-        if ranks is None or (is_compiling and ranks.own_exchange(options.sync_batch_norm) is None):
+        if ranks is None or is_compiling:
             return on_one_device(wrapper, method, inputs, kwargs)
-        if not is_compiling:
-            run = partial(on_one_device, wrapper, method, inputs, kwargs)
-            return ranks.run_plain(wrapper._step_memory, wrapper.module, method, run, options.sync_batch_norm)
+        return ranks.run_plain(
+            wrapper._step_memory, wrapper.module, method, partial(on_one_device, wrapper, method, inputs, kwargs)
+        )
     if is_compiling:  # the wrapper, or a model around it: replicas stay out of its graph
         return torch.compiler.disable(_run_uncompiled)(wrapper, method, inputs, kwargs, in_ranks)  # type: ignore[no-untyped-call]
     return _run_replicas(wrapper, method, inputs, kwargs, in_ranks)
@@ -535,6 +529,9 @@ def on_all_devices(
             if pool is not None and pool.blueprint.observers and tracked and not in_ranks:
                 # A hook keeps tensors of the replicas for the caller: they have to be a part of the caller's graph.
                 freeze(frozen)
+                if options.sync_batch_norm:
+                    log_once(_RUNS_WHOLE)
+                    return on_one_device(wrapper, method, inputs, kwargs)
                 return plain_composition(wrapper, method, inputs, kwargs, measured)
             plan = plan_of(wrapper, method, arguments, pool, measured, is_timed=is_timed, in_ranks=in_ranks)
             arguments.check_whole(len(plan.sizes), memory.warnings, in_parts=plan.parts > 1)
@@ -542,8 +539,7 @@ def on_all_devices(
                 check_replicas(plan, pool.blueprint, memory.warnings)
                 if kind is not None and not plan.is_early:
                     keep_plan(pool.blueprint.plans, kind, plan)
-        exchange = None if ranks is None or in_ranks else ranks.own_exchange(options.sync_batch_norm)
-        call = Call(plan if wrapper._weighed is None else wrapper._weighed(plan), arguments, cross_process=exchange)
+        call = Call(plan if wrapper._weighed is None else wrapper._weighed(plan), arguments)
         run = None if pool is None else partial(run_step, memory, pool, frozen)
         if ranks is not None and in_ranks:
             return ranks.run_step(module, call, run, memory.warnings)
@@ -581,8 +577,6 @@ def plain_composition(
     """Run the four verbs one after the other. Args: as for `plan_of`."""
     module, options, here = wrapper.module, wrapper._options, device_of_replica(wrapper)
     check_device(module, chain(module.parameters(), module.buffers()), here or options.devices[0])
-    if options.sync_batch_norm and _overrides(wrapper, "parallel_apply"):
-        raise RuntimeError(_APPLIED_ONE_BY_ONE)
     plan, arguments = None, Arguments(inputs, kwargs, options.dim)
     if not _overrides(wrapper, "scatter"):  # a user's own may find rows where ours sees none
         plan = plan_of(wrapper, method, _with_rows(wrapper, method, arguments), None, measured)
@@ -603,9 +597,7 @@ def plain_composition(
             registries = buffer_registries(modules)
             calls: Sequence[Any] = [called(replica, method) for replica in replicas]
             if options.sync_batch_norm and len(replicas) > 1:
-                ranks = wrapper._ranks
-                cross_process = None if ranks is None else ranks.own_exchange(options.sync_batch_norm)
-                calls = run_synchronised(replicas, calls, cross_process)
+                calls = [partial(_not_synchronised, call) for call in calls]
             shards_of = [*zip(shards, shard_kwargs, strict=False)]
             devices = [here or options.devices[i] for i in numbers][: len(shards)]
             looks = _looks_at_composition(wrapper, method, arguments.leaves, replicas, common, shards_of, devices)
@@ -629,6 +621,12 @@ def plain_composition(
     finally:
         plan_of_verbs.reset(before)
         live_tensors_of_verbs.reset(no_replicas)
+
+
+def _not_synchronised(call: Callable[..., Any], *inputs: Any, **kwargs: Any) -> Any:
+    """Run a replica whose batch norms would need other replicas: that is an error."""
+    with not_running_together():
+        return call(*inputs, **kwargs)
 
 
 def _looks_at_composition(

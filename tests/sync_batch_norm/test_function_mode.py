@@ -1,4 +1,4 @@
-"""Batch norm over all replicas in the plain composition, where they are one graph, and by kernels.
+"""Batch norm over all replicas by the function `data_parallel`, by kernels, and in the plain composition.
 
 tests/contract has plain replicas.
 """
@@ -6,13 +6,13 @@ tests/contract has plain replicas.
 import copy
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import unisono
 from helpers.batch_norm_kernels import use_kernels
 from helpers.batch_norms import (
     BATCH_NORMS,
@@ -21,30 +21,33 @@ from helpers.batch_norms import (
 )
 from helpers.in_time import in_time
 from helpers.losses import fresh
-from helpers.modules import Calls, Composed
-from unisono import DataParallel
+from unisono import DataParallel, data_parallel
 from unisono.runtime.exchange import Exchange, taking_part
 from unisono.sync_batch_norm.function_mode import BatchNormOverReplicas
 
 pytestmark = pytest.mark.usefixtures("float64")
 
-Wrap = Callable[[nn.Module, int], DataParallel]
+Wrap = Callable[[nn.Module, int], nn.Module]
 
 
-@pytest.fixture(params=["composition", "kernels"])
+class ByFunction(nn.Module):
+    """A module that is run by `data_parallel`."""
+
+    def __init__(self, module: nn.Module, devices: list[str]) -> None:
+        super().__init__()
+        self.module, self.devices = module, devices
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return data_parallel(self.module, x, self.devices, sync_batch_norm=True)
+
+
+@pytest.fixture(params=["function", "kernels"])
 def wrap(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Wrap:
     """Wrap a copy of a module, synchronised, for a number of replicas."""
-    if request.param == "kernels":
-        use_kernels(monkeypatch)
-    return composed if request.param == "composition" else with_kernels
-
-
-def composed(module: nn.Module, n: int) -> DataParallel:
-    return Composed(copy.deepcopy(module), ["cpu"] * n, sync_batch_norm=True)
-
-
-def with_kernels(module: nn.Module, n: int) -> DataParallel:
-    return DataParallel(copy.deepcopy(module), ["cpu"] * n, sync_batch_norm=True)
+    if request.param == "function":
+        return lambda module, n: ByFunction(copy.deepcopy(module), ["cpu"] * n)
+    use_kernels(monkeypatch)
+    return lambda module, n: DataParallel(copy.deepcopy(module), ["cpu"] * n, sync_batch_norm=True)
 
 
 Call = Callable[[nn.Module, torch.Tensor], torch.Tensor]
@@ -58,7 +61,7 @@ def with_second_derivatives(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 def assert_like_plain(
-    model: DataParallel, plain: nn.Module, x: torch.Tensor, step: Call = with_second_derivatives
+    model: nn.Module, plain: nn.Module, x: torch.Tensor, step: Call = with_second_derivatives
 ) -> None:
     """Compare output, gradients and buffers after a step."""
     results = []
@@ -106,58 +109,42 @@ def test_steps(wrap: Wrap, case: str) -> None:
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True:UserWarning")
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpoints_inside(wrap: Wrap, reentrant: bool) -> None:
-    """N5, R13: right, or refused: in one graph a checkpoint recomputes a batch norm when the others do not run."""
+    """N5, R13"""
     plain = CheckpointedBatchNorm(reentrant)
     model = wrap(plain, 3)
     x = torch.randn(7, 5)
-    if wrap is not composed:
-        for _ in range(2):
-            assert_like_plain(model, plain, x, step_of_cubes)
-    else:
-        with pytest.raises(RuntimeError, match="inside an activation checkpoint, in a subclass"):
-            in_time(lambda: model(x))
+    for _ in range(2):
+        assert_like_plain(model, plain, x, step_of_cubes)
     model.module.load_state_dict(plain.state_dict())
     with torch.no_grad():  # where nothing will be run again
         torch.testing.assert_close(model(x).cpu(), plain(x), rtol=1e-12, atol=1e-12)
 
 
-def differentiated(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    x = x.requires_grad_()
-    return torch.autograd.grad(module.norm(x).pow(3).sum(), x, create_graph=True)[0]
-
-
-def test_a_derivative_in_forward_is_refused_in_one_graph() -> None:
-    """N5, R13: there a replica has its own part of it only."""
-    model = composed(Calls(differentiated, norm=nn.BatchNorm1d(2)), 2)
-    with pytest.raises(RuntimeError, match="was differentiated inside forward"):
-        in_time(lambda: model(torch.randn(6, 2)))
-
-
-@pytest.mark.parametrize("how", ["subclass", "attribute"])
-def test_a_parallel_apply_of_ones_own_is_refused(how: str) -> None:
-    """A9, N5: it may run replicas one after the other, and the first would wait for ever."""
-
-    def one_by_one(replicas: Any, inputs: Any, kwargs: Any) -> list[Any]:
-        return [replica(*args, **kw) for replica, args, kw in zip(replicas, inputs, kwargs, strict=True)]
-
-    cls = type("OneByOne", (DataParallel,), {"parallel_apply": staticmethod(one_by_one)})
-    model = (cls if how == "subclass" else DataParallel)(nn.BatchNorm1d(2), ["cpu"] * 2, sync_batch_norm=True)
-    if how == "attribute":
-        model.parallel_apply = one_by_one
-    with pytest.raises(RuntimeError, match="sync_batch_norm=True with an overridden parallel_apply"):
-        in_time(lambda: model(torch.randn(4, 2)))
-
-
-def test_a_replicate_of_ones_own() -> None:
-    """A9, N5: replicas may be anything that can be called."""
-
-    class Functions(DataParallel):
-        def replicate(self, module: nn.Module, device_ids: Any) -> list[Any]:
-            return [lambda x, replica=replica: replica(x) for replica in super().replicate(module, device_ids)]
-
+@pytest.mark.parametrize("verb", ["replicate", "scatter", "parallel_apply", "gather"])
+def test_a_verb_of_ones_own(verb: str) -> None:
+    """A9, N5: replicas that are one graph do not wait for each other; a batch norm that need not wait is fine."""
     plain = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
-    model = Functions(copy.deepcopy(plain), ["cpu"] * 3, sync_batch_norm=True)
-    assert_like_plain(model, plain, torch.randn(8, 2))
+    model = DataParallel(copy.deepcopy(plain), ["cpu"] * 2, sync_batch_norm=True)
+    setattr(model, verb, unisono.scatter_kwargs if verb == "scatter" else getattr(unisono, verb))
+    with pytest.raises(RuntimeError, match="a subclass that overrides replicate, scatter, parallel_apply or gather"):
+        in_time(lambda: model(torch.randn(4, 2)))
+    x = torch.randn(5, 2)
+    torch.testing.assert_close(model.eval()(x), plain.eval()(x))
+
+
+def test_a_hook_that_keeps_outputs_by_their_module() -> None:
+    """R9, N5: its replicas would be one graph, so the first device runs the batch."""
+    plain, kept = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)), {}
+
+    model = DataParallel(copy.deepcopy(plain), ["cpu"] * 2, sync_batch_norm=True)
+    layer = model.module[1]
+
+    def keep(_module: nn.Module, _inputs: object, output: torch.Tensor) -> None:
+        kept[layer] = output
+
+    layer.register_forward_hook(keep)
+    assert_like_plain(model, plain, torch.randn(6, 2), step_of_cubes)
+    assert len(kept[layer]) == 6
 
 
 def test_a_backward_in_the_thread_of_an_accelerator() -> None:

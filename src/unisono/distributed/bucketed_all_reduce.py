@@ -380,7 +380,7 @@ class BucketedAllReduce:
         if not all(hasattr(future, name) for name in ("done", "wait")):
             got = type(future).__name__
             raise TypeError(f"the communication hook returned a {got}: expected a torch.futures.Future of a tensor")
-        return lambda: _of_size(communicator.wait_for_future(future, DOING), flat)
+        return lambda: communicator.wait_for_future(future, DOING).view_as(flat)
 
     def _own_flags(self) -> list[int]:
         """Return flags for what this rank has for each parameter: placed, late, sparse."""
@@ -459,12 +459,3 @@ _layout = attrgetter("layout")
 def _are_dense(gradients: Sequence[torch.Tensor | None]) -> bool:
     """Return whether no gradient is missing, sparse or of a class of its own."""
     return {*map(type, gradients)} == {torch.Tensor} and {*map(_layout, gradients)} == {torch.strided}
-
-
-def _of_size(result: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
-    if result.numel() != flat.numel():
-        raise ValueError(
-            f"the communication hook returned {result.numel()} entries for a bucket of {flat.numel()}: "
-            "expected the mean of bucket.buffer() over the processes"
-        )
-    return result.view_as(flat)

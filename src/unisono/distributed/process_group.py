@@ -31,7 +31,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from unisono.distributed import environment
 from unisono.distributed.environment import WRAPPING, start_default_group
 from unisono.distributed.failure_store import STORE_ERRORS, FailureStore, host_id
 from unisono.distributed.failures import Failures, brief
@@ -42,7 +41,6 @@ from unisono.runtime.errors import log_once
 from unisono.runtime.forks import in_forked_child, leak_process_group
 from unisono.runtime.torch_private import foreach, process_groups
 
-_WRAPPING_S = environment.RENDEZVOUS_S  # how long a rank waits for others to wrap a model, by default
 _MARGIN_S = 5.0
 _NUM_GATHERED = 16  # numbers in each all-gather
 _BUCKETS_IN_FLIGHT = 2  # of a broadcast
@@ -88,7 +86,7 @@ def communicator_for(process_group: Any = None, timeout_s: float | None = None) 
     if process_group.size() == 1:
         return None
     if process_group not in _communicators:
-        communicator = _communicators[process_group] = Communicator(process_group, timeout_s)
+        communicator = _communicators[process_group] = Communicator(process_group)
         try:
             communicator.connect()
         except BaseException as error:  # Ctrl-C too: a half-made connection cannot be used
@@ -129,18 +127,12 @@ class Communicator:
 
     Args:
         process_group: the processes.
-        timeout_s: the timeout that the user has given, if any.
     """
 
-    def __init__(self, process_group: Any, timeout_s: float | None = None) -> None:
+    def __init__(self, process_group: Any) -> None:
         self.rank: int = process_group.rank()
         self.world_size: int = process_group.size()
-        timeout = process_groups.timeout_of_group(process_group)
-        self.timeout_s = timeout.total_seconds()
-        constants = distributed.constants
-        is_default = timeout in (constants.default_pg_timeout, constants.default_pg_nccl_timeout)
-        is_default = is_default and timeout_s != self.timeout_s
-        self._wrapping_s = min(self.timeout_s, _WRAPPING_S) if is_default else self.timeout_s
+        self.timeout_s = process_groups.timeout_of_group(process_group).total_seconds()
         self._ranks = distributed.get_process_group_ranks(process_group)
         self.is_world = self.world_size == distributed.get_world_size()
         self._store = distributed.PrefixStore("unisono", process_group.get_group_store())
@@ -173,7 +165,7 @@ class Communicator:
         """
         self.failures.raise_if_broken()
         try:
-            self.waits.barrier(name, self._wrapping_s)
+            self.waits.barrier(name)
         except STORE_ERRORS as error:
             raise self.failures.of_connection(error, name) from error
 
@@ -466,10 +458,6 @@ class AllReduceWork:
     ) -> None:
         self._communicator, self._work, self._tensor, self._doing = communicator, work, tensor, doing
         self._group, self._comparison = group, comparison
-
-    def is_completed(self) -> bool:
-        """Return whether `wait` would return at once."""
-        return bool(self._work.is_completed())
 
     def wait(self) -> torch.Tensor:
         """Wait; return the sum.

@@ -61,7 +61,6 @@ class Waits:
         check: Callable[[], None] | None = None,
         block: Callable[[float], None] | None = None,
         key: str = "",
-        limit_s: float | None = None,
     ) -> None:
         """Wait; now and then check the store for failures.
 
@@ -70,12 +69,10 @@ class Waits:
             check: a further check, for an `is_done` that asks the store too, which should not be asked too often.
             block: waits for at most so many seconds, less if it is done before; None: sleep instead.
             key: is in the store while this waits for long.
-            limit_s: how long to wait; None: `timeout_s`.
         """
         started = last_check = time.monotonic()
         num_checks = 0
         nap_s, longest_nap_s = FIRST_NAP_S, _LONGEST_NAP_S if check is None else self._check_every_s / 4
-        limit_s = self._timeout_s if limit_s is None else limit_s
         published = said = False
         raised, raised_at = "", started
         while not is_done():
@@ -97,14 +94,14 @@ class Waits:
                         self._store.set(key, doing)
                 said_after_s = environment.SAID_AFTER_S if missing else failures.PATIENCE_S
                 if not said and now - started > said_after_s:
-                    said, times = True, {"waited_s": said_after_s, "limit_s": limit_s}
+                    said, times = True, {"waited_s": said_after_s, "limit_s": self._timeout_s}
                     if missing is None:
                         log_once(_WAITING.format(rank=self._rank, doing=doing, found=self._others_at(doing), **times))
                     elif who := missing():
                         log_once(NOT_THERE.format(rank=self._rank, doing=doing, missing=who, **times))
-                if now - started > limit_s:
+                if now - started > self._timeout_s:
                     found = self._others_at(doing, missing() if missing else "")
-                    text = f"rank {self._rank} has waited {limit_s:g} s for the others at {doing}; {found}"
+                    text = f"rank {self._rank} has waited {self._timeout_s:g} s for the others at {doing}; {found}"
                     raise self._failures.reported(text + _THE_SAME)
             if block is not None:
                 block(self._check_every_s)
@@ -117,7 +114,7 @@ class Waits:
             if key:
                 self._store.delete(key)
 
-    def barrier(self, name: str, limit_s: float) -> None:
+    def barrier(self, name: str) -> None:
         """Wait until every rank has called this as often as this one; errors name the barrier.
 
         It uses the store only, and so works before the ranks are connected.
@@ -150,7 +147,6 @@ class Waits:
             name,
             lambda: f"{ranks_of(missing())} did not reach it",
             check=raise_if_one_cannot_come,
-            limit_s=limit_s,
         )
         self._failures.raise_if_a_rank_failed(name)  # one that has waited for this rank, and has given up
         rank, _, other = first.partition("\n")

@@ -40,7 +40,6 @@ from unisono.runtime.process_state import LaneTurns
 from unisono.runtime.rng import SeededDraws
 from unisono.runtime.streams import Copies, CopiesToHost, current_stream, wait_for_maker
 
-_UNKNOWN = -1
 _CUDA_GRAPHS = (
     "map and evaluate cannot run a module that is compiled with CUDA graphs "
     '(torch.compile(mode="reduce-overhead" or "max-autotune")): a graph overwrites its output with the next '
@@ -139,7 +138,6 @@ class Lane:
         name: in messages.
         device: the replica's.
         left_unchanged: whether all batches of the first lane's last `run` or `in_a_row` have left the module unchanged.
-        inputs_unchanged: if they have not, whether it is known that none has written into its inputs.
     """
 
     def __init__(
@@ -153,7 +151,7 @@ class Lane:
     ) -> None:
         self.call, self.number, self.device = call, number, call.devices[number]
         self.name = f"replica {number} on {self.device}"
-        self.left_unchanged = self.inputs_unchanged = False
+        self.left_unchanged = False
         self._compile_lock, self._turns = compile_lock, turns
         self._original = original  # its modules refer to each other only as long as it exists
         self._first_steps = first_steps
@@ -161,8 +159,6 @@ class Lane:
         self._name = type(original.modules[0]).__name__
         self._replicas: Replicas | None = None  # the last batch's
         self._memory_of_buffers: set[int] = set()
-        self._given: list[tuple[torch.Tensor, int]] = []  # inputs that are the caller's own tensors, with versions
-        self._nested: list[tuple[list[Any], list[Any]]] = []  # inputs of a batch, with their leaves
         self._is_on_host = _devices.computes_on_host(self.device)
         self._queued: list[Callable[[bool], bool]] = []
 
@@ -197,18 +193,14 @@ class Lane:
 
         Its value is called as `run` is, with seeds.
         """
-        self.left_unchanged, self._given, self._nested = False, [], []
+        self.left_unchanged = False
         with self._turns.batch(), SeededDraws(self._name, self.device) as draws:
             yield lambda args, kwargs, seed: self._compute(args, kwargs, draws, seed)
-        replicas, given, nested = self._replicas, self._given, self._nested
-        self._given, self._nested = [], []  # which are to be freed
+        replicas = self._replicas
         can_stay = replicas is not None and self._pool.blueprint.is_reusable and not replicas.is_remote
         # Nothing outside refers to unchanged replicas, so they need no other look before the next batch.
         self.left_unchanged = can_stay and replicas is not None and replicas.are_unchanged()
         if not self.left_unchanged:
-            self.inputs_unchanged = all([_version(tensor) == before != _UNKNOWN for tensor, before in given]) and all(
-                [list(map(id, pytree.flatten(inputs)[0])) == list(map(id, leaves)) for inputs, leaves in nested]
-            )
             self._give_back()
 
     def _give_back(self) -> None:
@@ -226,13 +218,6 @@ class Lane:
         replicas, self._replicas = self._replicas, None  # one that fails is dropped
         inputs = [*args, *kwargs.values()]
         is_usual = replicas is not None and all([_is_on(value, self.device) for value in inputs])  # with few calls
-        if draws is not None:
-            given = (
-                [value for value in inputs if type(value) is torch.Tensor] if is_usual else pytree.all_tensors(inputs)
-            )
-            self._given += [(tensor, _version(tensor)) for tensor in given]
-            if not is_usual:
-                self._nested.append((inputs, pytree.flatten(inputs)[0]))
         with contextlib.nullcontext() if is_usual else Copies([self.device]) as copies:
             if copies is not None:
                 args, kwargs = _on_device((args, kwargs), self.device, lambda tensor: copies.to(tensor, 0))
@@ -312,11 +297,6 @@ def _is_on(value: Any, device: torch.device) -> bool:
     if type(value) is torch.Tensor:
         return _devices.same_device(value.device, device)
     return type(value) in INERT
-
-
-def _version(tensor: torch.Tensor) -> int:
-    """Return how often a tensor has been written into, where torch counts it."""
-    return _UNKNOWN if tensor.is_inference() else tensor._version
 
 
 def _on_device(value: Any, device: torch.device, copy: Callable[[torch.Tensor], torch.Tensor]) -> Any:

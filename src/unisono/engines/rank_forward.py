@@ -27,7 +27,6 @@ from unisono.autograd.linked import link_parameters
 from unisono.distributed.gradient_sync import SENT_TWICE, GradientSync, SyncContext, UnboundGradientSync
 from unisono.engines.step_memory import StepMemory
 from unisono.engines.step_plan import Call, called
-from unisono.leftovers.first_steps import refuse_scripted_batch_norm
 from unisono.leftovers.written_parameters import LookAtParameters, WrittenParameters
 from unisono.primitives import pytree
 from unisono.primitives.blueprint import Blueprint
@@ -41,7 +40,7 @@ from unisono.runtime.model_warnings import ModelWarnings
 from unisono.runtime.thread_pool import inside_replica, run_together
 from unisono.runtime.torch_private import process_groups
 from unisono.sync_batch_norm.across_processes import CrossProcessAllGather, InEvalMode
-from unisono.sync_batch_norm.function_mode import run_as_replica, run_outside_of_step
+from unisono.sync_batch_norm.function_mode import run_as_replica
 
 T = TypeVar("T")
 
@@ -102,12 +101,6 @@ class Ranks:
         """Return whether a forward of `module` that begins now is one of all ranks."""
         return self._active(module, sync_batch_norm) is not None
 
-    def own_exchange(self, sync_batch_norm: bool | None) -> InEvalMode | None:
-        """Return what batch norm exchanges in a forward of this process alone; None if it is not kept from that."""
-        # A loaded model that has not run yet may have its process to itself.
-        is_bound = isinstance(self._gradient_sync, GradientSync)
-        return InEvalMode() if sync_batch_norm and is_bound and not inside_replica() else None
-
     def run_step(
         self, module: nn.Module, call: Call, run: Callable[[Call], Any] | None, warnings: ModelWarnings
     ) -> Any:
@@ -167,29 +160,16 @@ class Ranks:
         write_values(buffers, before)
         return output
 
-    def run_plain(
-        self,
-        memory: StepMemory,
-        module: nn.Module,
-        method: str | None,
-        call: Callable[[], T],
-        sync_batch_norm: bool | None,
-    ) -> T:
+    def run_plain(self, memory: StepMemory, module: nn.Module, method: str | None, call: Callable[[], T]) -> T:
         """Return what `call` returns, which runs the plain module outside of a step.
 
         Ranks compare what it writes into parameters, if it is the first of its kind.
         """
-        exchange = self.own_exchange(sync_batch_norm)
-        if exchange is not None:
-            call = partial(run_outside_of_step, module, call, exchange)
         first_steps, structure = memory.first_steps, ("outside of a step", method, module.training)
         # A loaded model is bound to its processes in a step: one of them alone may evaluate it before.
         is_bound = isinstance(self._gradient_sync, GradientSync)
         if not is_bound or inside_replica() or not first_steps.is_first(structure):
             return call()
-        if exchange is not None:  # the first time, batch norms that are called in other ways are seen too
-            call = partial(run_as_replica, module, call, exchange)
-            refuse_scripted_batch_norm(module)
         output = self._noting_writes(module, call, with_values=True)
         first_steps.counted(structure).end()
         return output

@@ -118,11 +118,6 @@ class Background:
                 process_wide.clear_dispatch_mode_flags(self._flags)  # modes of the tasks' threads may have overlapped
                 self._ended.set()
 
-    @property
-    def has_ended(self) -> bool:
-        """Whether all tasks have ended."""
-        return self._ended.is_set()
-
     def abandon(self, index: int) -> None:
         """Count a task as ended although it is not: it is stuck. It ends when it can, or when the program does."""
         self._leave(index, pool.abandon)

@@ -12,8 +12,9 @@ Guarantees
     - Outputs are yielded in the order of the batches, one a batch. At most two batches a lane, or one row, have been
       pulled and not been yielded, whatever the speeds of lanes and caller.
     - An error of a batch is raised in that batch's turn; the next call of `next` goes on with the batch after it. An
-      error of the loader is raised after all outputs before it, and ends the iteration. Ctrl-C is raised at once: while
-      the caller waits for an output, or computes it, the iteration can go on; while it pulls a batch, that ends it.
+      error of the loader, or a stuck lane, is raised after all outputs before it, and ends the iteration. Ctrl-C is
+      raised at once: while the caller waits for an output, or computes it, the iteration can go on; while it pulls a
+      batch, that ends it.
     - When the iterator is exhausted or closed, no lane computes any more, and nothing of it is left. An iterator that
       is only dropped does not wait: its lanes finish their batch and end.
     - The threads do not refer to the iterator, so it can be deleted while they run.
@@ -45,7 +46,7 @@ from unisono.primitives import pytree
 from unisono.primitives.dims import OutputRules
 from unisono.primitives.inputs import Arguments
 from unisono.runtime import devices as _devices
-from unisono.runtime.errors import add_note, annotate, note_thread_local, threads_timed_out
+from unisono.runtime.errors import ReplicaTimeout, add_note, annotate, note_thread_local, threads_timed_out
 from unisono.runtime.interrupts import WAKE_S, critical, deliver, interruptibly
 from unisono.runtime.rng import BatchStreams
 from unisono.runtime.streams import current_streams_of, wait_for_makers
@@ -70,7 +71,6 @@ _FORKED = (
     "this process was forked while a map was running, and the threads that compute its outputs are in the "
     "parent. Call map in the process that iterates."
 )
-_NO_LANE_LEFT = "every device is stuck, so the remaining batches cannot be computed. Call map again."
 
 
 class OutputIterator(Iterator[Any]):
@@ -198,7 +198,11 @@ class BatchMap(OutputIterator):
             used_all = False
         elif number not in self._ready:
             assert self._work is not None
-            self._work.wait_for(number)
+            try:
+                self._work.wait_for(number)
+            except ReplicaTimeout:
+                self._stop()
+                raise
         self._asked = now, max(1, len(self._outputs)), used_all
         return self._outputs.popleft() if self._outputs else self._output()
 
@@ -344,8 +348,6 @@ class _Work:
         self._has_new = threading.Event()
         self._computing: dict[int, tuple[int, int]] = {}  # by batch: its lane and that lane's thread
         self._arriving: dict[int, Outcome[LaneOutput]] = {}  # of batches whose outputs are on their way to the host
-        self._abandoned: set[int] = set()  # batches whose lanes are stuck
-        self._stuck: set[int] = set()  # those lanes
         self._background: Background | None = None
         self._is_stopped = False
         self.has_threads = False  # whether lanes compute in threads; else in the caller's
@@ -372,66 +374,53 @@ class _Work:
     def compute_row(self, batches: Sequence[_Batch]) -> tuple[dict[int, Outcome[LaneOutput]], bool]:
         """Compute batches in the calling thread, on the first lane; whose own thread, if any, has nothing to do.
 
-        If one of them changes the module, which is looked at once, they are computed again, one by one: each is to find
-        the module as it was.
+        Of several, the module is looked at once: if one changes it, those after it find what it has left, as in a plain
+        loop.
 
         Returns:
             Their outcomes by number, up to the first error; whether the module was as it was all the time.
         """
         lane = self._lanes[0]
         outcomes: dict[int, Outcome[LaneOutput]] = {}
-        if len(batches) > 1:
-            with lane.in_a_row() as run:
-                for batch in batches:
-                    outcomes[batch[0]] = self._outcome(lane, run, [batch])
-                    if outcomes[batch[0]].error is not None:
-                        break
-            if lane.left_unchanged or not lane.inputs_unchanged:
-                return self._arrived(lane, outcomes), lane.left_unchanged
-        again = batches[: len(outcomes) or 1]
-        outcomes = {batch[0]: self._outcome(lane, lane.run, [batch]) for batch in again}
-        return self._arrived(lane, outcomes), lane.left_unchanged and len(again) == 1
+        with contextlib.nullcontext(lane.run) if len(batches) == 1 else lane.in_a_row() as run:
+            for batch in batches:
+                outcomes[batch[0]] = self._outcome(lane, run, [batch])
+                if outcomes[batch[0]].error is not None:
+                    break
+        return self._arrived(lane, outcomes), lane.left_unchanged
 
     def wait_for(self, number: int) -> None:
-        """Wait until a batch has been computed, or has been given up: no batch was finished for `timeout_s`.
+        """Wait until a batch has been computed.
 
         Raises:
-            RuntimeError: nothing is left that could compute it.
+            ReplicaTimeout: its lane is stuck: no batch was finished for `timeout_s`.
         """
         timeout_s, progress_at, stuck = self._timeout_s, time.monotonic(), StuckThreads()
         while True:
-            background = self._background
-            has_ended = background is None or background.has_ended
             self._has_new.clear()
             if number in self._ready:
                 return
-            if has_ended:
-                raise RuntimeError(_NO_LANE_LEFT)
             if self._has_new.wait(WAKE_S):
                 progress_at = time.monotonic()
                 continue
             deliver()
             waited_s = time.monotonic() - progress_at
             if timeout_s is not None and waited_s > timeout_s:
-                self._give_up(number, timeout_s)
+                self._raise_if_stuck(number, timeout_s)
             threads = dict([*self._computing.values()])
             stuck.say(threads, [lane.name for lane in self._lanes], waited_s)
 
-    def _give_up(self, number: int, timeout_s: float) -> None:
-        """Take a batch from a lane that is stuck, with an error in its place; the lane's thread is left alone."""
+    def _raise_if_stuck(self, number: int, timeout_s: float) -> None:
+        """Raise `ReplicaTimeout` for a batch in which a lane is stuck."""
         index, ident = self._computing.get(number, (None, 0))
-        if index is None or number in self._abandoned:
+        if index is None:
             return
         lane = self._lanes[index]
         if self._has_arrived(number):  # the lane is stuck in the batch after it
             self._arrive(lane, number)
             return
         error = threads_timed_out({0: ident}, timeout_s, lane.names(), "Its batch is lost")
-        self._abandoned.add(number)
-        self._stuck.add(index)
-        self._ready[number] = Outcome(error=annotate([(f"batch {number}, by {lane.name}", error)]))
-        if self._background is not None:
-            self._background.abandon(index)
+        raise annotate([(f"batch {number}, by {lane.name}", error)])
 
     def _compute(self, index: int) -> None:
         """Compute batches, in the thread of a lane, until there will be no more.
@@ -439,7 +428,7 @@ class _Work:
         If an output is on its way to the host, the lane begins the batch after it, if there is one, and then waits.
         """
         lane, arriving = self._lanes[index], deque[int]()
-        while index not in self._stuck:
+        while True:
             try:
                 batch = self._todo.get_nowait() if arriving else self._todo.get()
             except Empty:
@@ -456,8 +445,6 @@ class _Work:
             arriving.append(number)
             while arriving and (len(arriving) > 1 or self._has_arrived(arriving[0])):
                 self._arrive(lane, arriving.popleft())
-        for number in arriving:
-            self._arrive(lane, number)
 
     def _has_arrived(self, number: int) -> bool:
         """Return whether a batch's outcome is known, and its output is not in flight."""
@@ -467,12 +454,11 @@ class _Work:
         return outcome.value.to_host.have_ended(wait=False)
 
     def _arrive(self, lane: Lane, number: int) -> None:
-        """Give the caller a batch's outcome, with its output on the host, unless the caller has given the batch up."""
+        """Give the caller a batch's outcome, with its output on the host."""
         if (outcome := self._arriving.pop(number, None)) is not None:  # the caller has not got it meanwhile
             arrived = self._arrived(lane, {number: outcome})
             del outcome
-            if number not in self._abandoned:
-                self._ready[number] = arrived.pop(number)  # no reference to it is left here
+            self._ready[number] = arrived.pop(number)  # no reference to it is left here
             del arrived
         if self._is_stopped:
             self._ready.clear()  # nobody takes it, and the traceback of an error refers to this object

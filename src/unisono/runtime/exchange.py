@@ -115,7 +115,6 @@ class Exchange:
 
     Attributes:
         failed: whether some replica is known to have failed, so that results are of the replica's own values.
-        all_withdrawn: whether all replicas are known to have withdrawn.
         one_kind_of_device: whether all whose values meet here compute on devices of one kind.
         error: what `cross_process` has raised, or a `ReplicaTimeout`. After that no other replica gets a result.
         threads: in which replicas of this process take part, by index.
@@ -141,7 +140,7 @@ class Exchange:
         self.threads: dict[int, int] = {}
         self._stuck: StuckThreads | None = None
         self._cross_process = cross_process
-        self.failed = self.all_withdrawn = self._is_logged = False
+        self.failed = self._is_logged = False
         self.one_kind_of_device = cross_process is None or cross_process.one_kind_of_device
         self.error: BaseException | None = None
         self._condition = threading.Condition()
@@ -218,7 +217,6 @@ class Exchange:
             self._present.discard(index)
             self._withdrawn.add(index)
             self._waiting.pop(index, None)
-            self.all_withdrawn = not self._present
             self._respond()
             error = self._cut_off.pop(index, None)
         if error is not None and not failed:

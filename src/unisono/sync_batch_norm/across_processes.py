@@ -39,9 +39,9 @@ _UNEQUAL = (
 _DOING = "a batch norm over all processes"
 _IN_EVAL_MODE = (
     "the batch norm of {name} needs the statistics of its batch, with sync_batch_norm=True those of all processes; but "
-    "the model is in eval mode, in which no process waits for the others. To train, call model.train(). To evaluate, "
-    "give batch norm running statistics (track_running_stats=True, and eval() for each such layer), or pass "
-    "sync_batch_norm=False: each process then normalises its own rows."
+    "the model is in eval mode, in which no process waits for the others. To train, call model.train(), or give batch "
+    "norm running statistics (track_running_stats=True, and eval() for each such layer). To evaluate, call it under "
+    "torch.no_grad(): each process then normalises its own rows."
 )
 
 
@@ -63,7 +63,7 @@ class _Step(NamedTuple):
 
 
 class InEvalMode:
-    """In the place of a `CrossProcessAllGather` where the model is in eval mode: an exchange is an error."""
+    """In the place of a `CrossProcessAllGather` for gradients of a model in eval mode: an exchange is an error."""
 
     one_kind_of_device = True
 

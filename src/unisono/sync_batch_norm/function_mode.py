@@ -22,18 +22,15 @@ runs the nodes in the one thread that it has for each device, so
     - two replicas cannot be on one accelerator: the second one's nodes would have to run while the first one's wait
     - backwards that use an accelerator take turns (`_Turn`): each of two could wait for a thread that the other one has
 
-In the plain composition all replicas are one graph, and backward is one call, the caller's: no node can wait. There the
-statistics are all-gathered with their history, and an activation checkpoint inside a replica is an error, and so is a
-backward in forward (`in_one_graph`).
+In the plain composition all replicas are one graph, and backward is one call, the caller's: no node can wait. There a
+batch norm that takes statistics is an error (`not_running_together`).
 
 Equal calls give equal bits: statistics and gradients are combined in replica order, once for all replicas.
 
 Assumes that the replicas of a pass run at the same time, each in a thread or a process of its own.
 """
 
-import functools
 import math
-import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -56,12 +53,10 @@ from unisono.runtime.exchange import (
     Exchange,
     Purpose,
     Request,
-    Result,
     current_exchange,
     taking_part,
 )
 from unisono.runtime.interrupts import acquire, deliver, interruptibly, uninterruptible
-from unisono.runtime.stand_ins import StandIns
 from unisono.runtime.streams import current_stream, wait_for_maker
 from unisono.runtime.thread_pool import inside_replica
 from unisono.runtime.torch_private import compiler, modes
@@ -71,18 +66,9 @@ from unisono.sync_batch_norm.statistics import ReduceGrad, Statistics
 _NOT_RUNNING_TOGETHER = (
     "batch norm over all replicas (sync_batch_norm=True) needs values of the other replicas, which do not "
     "run now. Causes: batched gradients (is_grads_batched=True, vectorize=True), a dispatch or function mode "
-    "around backward, or a backward inside another replica. Compute gradients one by one, outside such a "
-    "mode, or pass sync_batch_norm=False."
-)
-_CHECKPOINT = (
-    "batch norm over all replicas (sync_batch_norm=True) inside an activation checkpoint, in a subclass that "
-    "overrides replicate, scatter, parallel_apply or gather: the checkpoint would recompute it while other "
-    "replicas do not run. Checkpoint parts without batch norm, or pass sync_batch_norm=False."
-)
-_INSIDE_FORWARD = (
-    "batch norm over all replicas (sync_batch_norm=True) was differentiated inside forward, where each "
-    "replica has only a part of the gradient. This works if the subclass does not override replicate, "
-    "scatter, parallel_apply or gather."
+    "around backward, a backward inside another replica, or a subclass that overrides replicate, scatter, "
+    "parallel_apply or gather. Compute gradients one by one, outside such a mode, without the override, or pass "
+    "sync_batch_norm=False."
 )
 _TRANSFORM = (
     "batch norm over all replicas (sync_batch_norm=True) inside a torch.func transform in forward: replicas "
@@ -149,17 +135,9 @@ class BatchNormOverReplicas:
     Args:
         replicas: the replicas.
         devices: one a replica; on accelerators all are different.
-        in_one_graph: whether the replicas are one graph, and run backward in one call of the caller's.
     """
 
-    def __init__(
-        self,
-        replicas: Sequence[Callable[..., Any]],
-        devices: Sequence[torch.device] = (),
-        *,
-        in_one_graph: bool = False,
-    ) -> None:
-        self.in_one_graph = in_one_graph
+    def __init__(self, replicas: Sequence[Callable[..., Any]], devices: Sequence[torch.device] = ()) -> None:
         self.identity = _Identity()  # for the graphs: a reference to this object would keep the replicas alive
         self._replicas, self._devices = replicas, devices
         self._is_forward = True
@@ -207,63 +185,10 @@ class BatchNormOverReplicas:
         return next((named[id(tensor)][0] for tensor in tensors if id(tensor) in named), None)
 
 
-def run_synchronised(
-    replicas: Sequence[Callable[..., Any]], calls: Sequence[Callable[..., Any]], cross_process: CrossProcess | None
-) -> list[Callable[..., Any]]:
-    """Return `calls`, one a replica, with batch norm over all replicas. Each is to be called once, all at once."""
-    batch_norm = BatchNormOverReplicas(replicas, in_one_graph=True)
-    exchange = Exchange(len(replicas), cross_process) if not inside_replica() else None
-
-    def synchronised(index: int) -> Callable[..., Any]:
-        def run(*inputs: Any, **kwargs: Any) -> Any:
-            with taking_part(exchange, index), batch_norm.in_replica(index, _Turn([])):
-                return calls[index](*inputs, **kwargs)
-
-        return run
-
-    return [synchronised(index) for index in range(len(replicas))]
-
-
 def run_as_replica(module: nn.Module, call: Callable[[], T], cross_process: CrossProcess) -> T:
     """Return what `call` returns, which calls `module` itself, as the only replica of its process."""
     with taking_part(Exchange(1, cross_process), 0), BatchNormOverReplicas([module]).in_replica(0, _Turn([])):
         return call()
-
-
-def run_outside_of_step(module: nn.Module, call: Callable[[], T], cross_process: CrossProcess) -> T:
-    """Return what `call` returns, which calls `module`; only its batch norms that take statistics run as replicas.
-
-    They are seen if they are called by way of the module `torch.nn.functional`. Any other call costs nothing.
-    """
-    before = getattr(_thread, "outside_of_step", None)
-    entry = _stand_ins.enter()
-    try:
-        _thread.outside_of_step = module, cross_process
-        return call()
-    finally:
-        _thread.outside_of_step = before
-        _stand_ins.leave(entry)
-
-
-def _stand_in(batch_norm: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    @functools.wraps(batch_norm)
-    def stand_in(*args: Any, **kwargs: Any) -> torch.Tensor:
-        if not _takes_statistics(args, kwargs) or torch.compiler.is_compiling():
-            return batch_norm(*args, **kwargs)
-        outside_of_step = getattr(_thread, "outside_of_step", None)
-        if outside_of_step is None or _current_pass() is not None:
-            return batch_norm(*args, **kwargs)
-        module, cross_process = outside_of_step
-        return run_as_replica(module, functools.partial(batch_norm, *args, **kwargs), cross_process)
-
-    _batch_norms.extend((batch_norm, stand_in))
-    return stand_in
-
-
-_stand_ins = StandIns()
-_stand_ins.add(lambda: [(F, "batch_norm", _stand_in)])
-# Torch's, and what stands for it: another thread's mode may meet either one.
-_batch_norms: list[Callable[..., torch.Tensor]] = []
 
 
 def _takes_statistics(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Any:
@@ -275,7 +200,7 @@ _TRAINING = 5  # the place of `training` among the arguments of batch norm
 
 
 def not_running_together() -> AbstractContextManager[None]:
-    """Return the context of a backward in which a checkpoint cannot recompute a batch norm: that is an error."""
+    """Return the context in which a batch norm that takes statistics is an error: the other replicas do not wait."""
     return modes.with_function_mode(_BatchNormMode(None))
 
 
@@ -292,31 +217,16 @@ class _ReplicaPass:
 
     def __init__(self, batch_norm: BatchNormOverReplicas, exchange: Exchange, index: int, turn: "_Turn") -> None:
         self.batch_norm, self.exchange, self.index, self.turn = batch_norm, exchange, index, turn
-        # Where the replicas are one graph: whether a backward can follow, and what is around the replica.
-        self._tracked = torch.is_grad_enabled()
-        self._num_checkpoints_around = _num_checkpoints() if batch_norm.in_one_graph else 0
 
     def gather_statistics(self, x: torch.Tensor, tensors: Tensors, eps: float) -> "_Gathered":
         """Return every replica's statistics of the batch norm of `x` that has `tensors`, and those of all rows."""
         name = self.batch_norm.name_of(self.index, tensors) or f"{x.size(1)} channels"
-        if self.batch_norm.in_one_graph:
-            if self._tracked and _num_checkpoints() > self._num_checkpoints_around:
-                raise RuntimeError(_CHECKPOINT)
-            parts = self._all_gather(name, Statistics.of(x).with_history(x, self._check_forward_is_over), x).values
-            return _Gathered(parts, combine_statistics(parts, x.device), None)
-        result = self._all_gather(name, statistics_of(x, eps, kernels=self.exchange.one_kind_of_device), x)
+        statistics = statistics_of(x, eps, kernels=self.exchange.one_kind_of_device)
+        value = ReplicaStatistics(statistics, x.size(0), current_stream(x.device))
+        result = self.exchange.all_gather(self.index, Request(StatisticsOfBatchNorm, name, value))
         total = result.once(_total_statistics).here().on(x.device)
         forward = _ForwardExchange(self.batch_norm.identity, self.index, name, result.number)
         return _Gathered(result.values, total, lambda grad: _AllReduce.apply(grad, forward))  # type: ignore[no-untyped-call]
-
-    def _all_gather(self, name: str, statistics: Statistics | KernelStatistics, x: torch.Tensor) -> Result:
-        value = ReplicaStatistics(statistics, x.size(0), current_stream(x.device))
-        return self.exchange.all_gather(self.index, Request(StatisticsOfBatchNorm, name, value))
-
-    def _check_forward_is_over(self, grad: torch.Tensor) -> torch.Tensor:
-        if not self.exchange.all_withdrawn:
-            raise RuntimeError(_INSIDE_FORWARD)
-        return grad
 
 
 class _Turn:
@@ -360,7 +270,7 @@ class _Gathered:
 
     parts: dict[int, ReplicaStatistics]  # those of each replica
     total: Statistics | KernelStatistics  # those of all rows
-    reduce_grad: ReduceGrad | None  # where `total` has no history, the function that reduces its gradient
+    reduce_grad: ReduceGrad  # reduces the gradient of `total`
 
     @property
     def count(self) -> int | None:
@@ -422,18 +332,6 @@ def _current_pass() -> _ReplicaPass | None:
     return getattr(_thread, "replica_pass", None)
 
 
-def _num_checkpoints() -> int:
-    """Return how many functions of torch.utils.checkpoint are running in this thread."""
-    checkpoint = sys.modules.get("torch.utils.checkpoint")  # older releases import it only where it is used, and slowly
-    if checkpoint is None:
-        return 0
-    count, frame = 0, sys._getframe()
-    while frame is not None:
-        count += frame.f_code.co_filename == checkpoint.__file__
-        frame = frame.f_back  # type: ignore[assignment]
-    return count
-
-
 @dataclass(frozen=True)
 class _ForwardExchange:
     """An all-gather in forward, as backward knows it: the name of the batch norm, and its number.
@@ -485,7 +383,7 @@ class _BatchNormMode(TorchFunctionMode):
         self._run_batch_norm = compiler.uncompiled(_BatchNormMode._batch_norm)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if (func is F.batch_norm or func in _batch_norms) and _takes_statistics(args, kwargs):
+        if func is F.batch_norm and _takes_statistics(args, kwargs):
             output = self._run_batch_norm(self, *args, **(kwargs or {}))
             deliver()
             return output

@@ -100,7 +100,7 @@ class KernelStatistics:
         weight: torch.Tensor | None,
         bias: torch.Tensor | None,
         eps: float,
-        reduce_grad: ReduceGrad | None,
+        reduce_grad: ReduceGrad,
     ) -> torch.Tensor:
         """Return (x - mean) * inverse deviation * weight + bias; see `Statistics.normalise`. `eps` is in them."""
         output: torch.Tensor = _Normalise.apply(x, self.packed, weight, bias, reduce_grad)  # type: ignore[no-untyped-call]
@@ -198,7 +198,7 @@ class _Normalise(torch.autograd.Function):
         packed: torch.Tensor,
         weight: torch.Tensor | None,
         bias: torch.Tensor | None,
-        reduce_grad: ReduceGrad | None,
+        reduce_grad: ReduceGrad,
     ) -> torch.Tensor:
         ctx.save_for_backward(x, packed, weight)
         ctx.bias_dtype, ctx.reduce_grad = None if bias is None else bias.dtype, reduce_grad

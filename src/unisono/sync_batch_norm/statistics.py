@@ -1,9 +1,8 @@
 """Mean and variance of the channels of a tensor, combined from several tensors, and normalising by them.
 
 The arithmetic of a batch norm whose rows are on several devices, differentiable to any order; kernels.py does the same
-on devices that have kernels for it. A kernel computes `Statistics` without a history; `with_history` links them to the
-rows afterwards, and takes a function that reduces their gradient on its way to the rows. Where the statistics are
-linked only to the rows that they normalise, `normalise` does both at once, in fewer passes over the rows.
+on devices that have kernels for it. A kernel computes `Statistics` without a history; `normalise` links them to the
+rows that they normalise, and takes a function that reduces their gradient on its way to these.
 """
 
 from collections.abc import Callable, Sequence
@@ -66,16 +65,6 @@ class Statistics:
         mean = (shares * means).sum(0)
         return cls(count, mean, (shares * (variances + (means - mean).square())).sum(0))
 
-    def with_history(self, x: torch.Tensor, reduce_grad: ReduceGrad) -> "Statistics":
-        """Return the same statistics as a function of x.
-
-        Args:
-            x: some of the rows that they were computed from.
-            reduce_grad: applied to the gradient of mean and variance before each row gets its part.
-        """
-        mean, var = _LinkedStatistics.apply(x, self, reduce_grad)  # type: ignore[no-untyped-call]
-        return Statistics(self.count, mean, var)
-
     def on(self, device: torch.device) -> "Statistics":
         """Return the same statistics on a device."""
         return Statistics(self.count, *(_devices.copy_to(tensor, device) for tensor in self.tensors))
@@ -97,14 +86,14 @@ class Statistics:
         weight: torch.Tensor | None,
         bias: torch.Tensor | None,
         eps: float,
-        reduce_grad: ReduceGrad | None = None,
+        reduce_grad: ReduceGrad,
     ) -> torch.Tensor:
-        """Return (x - mean) / sqrt(variance + eps) * weight + bias; differentiable, in these statistics too.
+        """Return (x - mean) / sqrt(variance + eps) * weight + bias; differentiable, also by way of the statistics.
 
         The graph holds x and some numbers a channel.
 
         Args:
-            reduce_grad: links the statistics to x, as `with_history` does; None: they have a history.
+            reduce_grad: applied to the gradient of mean and variance before each row of x gets its part.
         """
         output: torch.Tensor = _Normalise.apply(x, self.mean, self.var, weight, bias, eps, self.count, reduce_grad)  # type: ignore[no-untyped-call]
         return output
@@ -115,25 +104,22 @@ class _LinkedStatistics(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, known: Statistics, reduce_grad: ReduceGrad
+        ctx: Any, x: torch.Tensor, mean: torch.Tensor, var: torch.Tensor, count: int, reduce_grad: ReduceGrad
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        mean, var = known.mean.detach(), known.var.detach()  # other replicas have the same tensors
+        mean, var = mean.detach(), var.detach()  # other replicas have the same tensors
         ctx.save_for_backward(x, mean)
-        ctx.count, ctx.reduce_grad = known.count, reduce_grad
+        ctx.count, ctx.reduce_grad = count, reduce_grad
         return mean, var
 
     @staticmethod
     def backward(ctx: Any, grad_mean: torch.Tensor, grad_var: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, mean = ctx.saved_tensors
         grad = _rows_grad(x, mean, ctx.count, ctx.reduce_grad(torch.stack([grad_mean, grad_var])))
-        return grad.to(x.dtype), None, None
+        return grad.to(x.dtype), None, None, None, None
 
 
 class _Normalise(torch.autograd.Function):
-    """Batch norm with a given mean and variance, differentiable in these too.
-
-    Where mean and variance have no history, the gradient of x includes the part that reaches x through them.
-    """
+    """Batch norm with a given mean and variance. The gradient of x includes the part that reaches x through them."""
 
     @staticmethod
     def forward(
@@ -145,7 +131,7 @@ class _Normalise(torch.autograd.Function):
         bias: torch.Tensor | None,
         eps: float,
         count: int,
-        reduce_grad: ReduceGrad | None,
+        reduce_grad: ReduceGrad,
     ) -> torch.Tensor:
         ctx.save_for_backward(x, mean, var, weight)
         ctx.eps, ctx.bias_dtype = eps, bias.dtype if bias is not None else None
@@ -156,22 +142,20 @@ class _Normalise(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, mean, var, weight = ctx.saved_tensors
-        if ctx.reduce_grad is not None and torch.is_grad_enabled():  # for derivatives of higher order
-            linked = Statistics(ctx.count, mean, var).with_history(x, ctx.reduce_grad)
-            mean, var = linked.mean, linked.var
+        if torch.is_grad_enabled():  # for derivatives of higher order
+            mean, var = _LinkedStatistics.apply(x, mean, var, ctx.count, ctx.reduce_grad)  # type: ignore[no-untyped-call]
         inverse_std = torch.rsqrt(var + ctx.eps)
         scale = inverse_std if weight is None else inverse_std * weight
         grad_scaled, grad_shift = _sums(grad, x, mean, var, inverse_std, ctx.eps)
         statistics_grad = torch.stack([-scale * grad_shift, -0.5 * scale * inverse_std * grad_scaled])
         grad_x = None
-        if ctx.needs_input_grad[0] and ctx.reduce_grad is None:
-            grad_x = (grad * per_channel(scale, x)).to(x.dtype)
-        elif ctx.needs_input_grad[0]:
+        if ctx.needs_input_grad[0]:
             grad_x = _rows_grad(x, mean, ctx.count, ctx.reduce_grad(statistics_grad))
             grad_x = grad_x.addcmul_(grad, per_channel(scale, x)).to(x.dtype)
         return (
             grad_x,
-            *(statistics_grad.unbind() if ctx.reduce_grad is None else (None, None)),
+            None,
+            None,
             grad_scaled.to(weight.dtype) if weight is not None else None,
             grad_shift.to(ctx.bias_dtype) if ctx.bias_dtype is not None else None,
             *(None, None, None),
