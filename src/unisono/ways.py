@@ -30,13 +30,14 @@ from unisono.inference.batch_map import Callee
 from unisono.inference.lane_choice import choice_for
 from unisono.leftovers.attributes import AnyReplicas
 from unisono.leftovers.buffers import buffer_registries, commit_buffers
-from unisono.leftovers.first_steps import Look, ScriptedBatchNorm
+from unisono.leftovers.first_steps import AtEnd, Look, refuse_scripted_batch_norm
 from unisono.leftovers.report import Kind
-from unisono.leftovers.shared import Search, SharedWrites
+from unisono.leftovers.shared import Search
 from unisono.leftovers.written_parameters import LookAtParameters, WrittenParameters
 from unisono.options import Options
 from unisono.primitives import pytree
-from unisono.primitives.blueprint import HOOKS, Blueprint
+from unisono.primitives.blueprint import Blueprint
+from unisono.primitives.change_tracking import HOOKS
 from unisono.primitives.dims import OutputRules
 from unisono.primitives.inputs import Arguments, scattered
 from unisono.primitives.measured_shares import MeasuredShares, StepTime
@@ -53,7 +54,7 @@ from unisono.runtime.streams import Copies
 from unisono.runtime.thread_pool import inside_replica, replica_device, replica_path
 from unisono.runtime.thread_state import modes_that_stay
 from unisono.runtime.timeline import ReplicaTiming
-from unisono.runtime.torch_private import checkpoints, compiler, engine, foreach
+from unisono.runtime.torch_private import checkpoints, compiler, foreach
 from unisono.runtime.tracebacks import is_raised_by_unisono
 from unisono.sync_batch_norm.function_mode import inside_synchronised_replica, not_running_together
 from unisono.wrapper import Wrapper
@@ -612,9 +613,6 @@ def plain_composition(
         leftovers = wrapper._step_memory.first_steps.leftovers
         leftovers.add(Kind.ASSIGNED, common.commit(rows, outputs))
         leftovers.say(module)
-        for look in looks:
-            if isinstance(look, SharedWrites) and look.looks_at_backward:
-                _look_at_backward(look, output, partial(leftovers.say, module))
         return output
     except _OF_SHAPES as error:
         if plan is not None:
@@ -660,7 +658,8 @@ def _looks_at_composition(
         replica = replicas[0] if isinstance(replicas[0], nn.Module) else module
         looks.append(first_steps.batch_norm(replica, in_one_process=True))
     if wrapper._options.sync_batch_norm and len(replicas) > 1:
-        looks.append(ScriptedBatchNorm(replicas[0] if isinstance(replicas[0], nn.Module) else module))
+        replica = replicas[0] if isinstance(replicas[0], nn.Module) else module
+        looks.append(AtEnd(partial(refuse_scripted_batch_norm, replica)))
     own = [each for modules in common.modules for each in modules]
     search = Search(common.live_modules, common.names, observers=Blueprint(module).observers, own=own)
     looks += first_steps.looks(structure, search, leaves, devices, in_threads=not modes_that_stay())
@@ -669,22 +668,6 @@ def _looks_at_composition(
 
 def _rows_of(shards: Sequence[Any]) -> set[int]:
     return {len(each[0]) for each, _ in shards if each and isinstance(each[0], torch.Tensor) and each[0].dim()}
-
-
-def _look_at_backward(watched: SharedWrites, output: Any, say: Callable[[], None]) -> None:
-    """Have `watched` look, when a backward of the output has ended, at what hooks have kept in it; then `say` it."""
-
-    def end() -> None:
-        watched.backward_has_run()
-        say()
-
-    def begin(grads: Any) -> None:
-        if watched.looks_at_backward:
-            engine.call_at_end_of_backward(end)
-
-    nodes = {id(tensor.grad_fn): tensor.grad_fn for _, tensor in pytree.tensors(output) if tensor.grad_fn is not None}
-    for node in nodes.values():
-        node.register_prehook(begin)
 
 
 # The plan by which the plain composition runs: the verbs in it take the replicas' devices and rows from there.

@@ -78,6 +78,30 @@ def test_training_has_one_devices_numbers_and_the_same_bits_each_time(
         assert all(map(torch.equal, run, runs[0]))
 
 
+@pytest.mark.parametrize("number", [2, 3, 4])
+def test_each_link_carries_the_parameters_once_each_way(number: int) -> None:
+    """N10"""
+    model = DataParallel(mlp().to(DEVICES[0]), DEVICES[:number])
+    for _ in range(4):
+        x = torch.randn(8, 5).to(DEVICES[0])
+        synchronize()
+        C.take_link_bytes()
+        y = model(x)
+        synchronize()
+        forward = C.take_link_bytes()[:number]
+        loss = y.sum()
+        synchronize()
+        C.take_link_bytes()
+        loss.backward()
+        synchronize()
+        backward = C.take_link_bytes()[:number]
+    size = sum(parameter.nbytes for parameter in model.parameters())
+    beside = x.nbytes + y.nbytes + 16 * sum(1 for _ in model.parameters())  # rows, and entries that align
+    there = [sent for sent, _ in forward[:-1]] + [received for _, received in forward[1:]]
+    back = [received for _, received in backward[:-1]] + [sent for sent, _ in backward[1:]]
+    assert all(size <= carried <= size + beside for carried in there + back), (size, beside, there, back)
+
+
 def assert_a_buffer_is_sent_on_before_it_is_written(plant: Callable[[], None] = lambda: None) -> None:
     """Check what each replica reads from a buffer into which all of them write, while the second sends nothing on."""
 

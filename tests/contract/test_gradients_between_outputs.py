@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from helpers.comparisons import assert_alike, twins
+from helpers.comparisons import assert_alike, assert_same, twins
 from helpers.contract import Wrap, at_one_place, in_turn
 from helpers.garbage import collected, wait_for_workers
 from helpers.losses import fresh, loss_of, tensors_in
@@ -109,16 +109,6 @@ def by_hook(output: Tensors, root: nn.Module) -> Any:
     return seen
 
 
-def by_hook_of_node(output: Tensors, root: nn.Module) -> Any:
-    """Before the node, where it may change the gradient, and after it."""
-    seen: list[torch.Tensor] = []
-    for tensor in output[1:]:
-        tensor.grad_fn.register_prehook(lambda gradients: [seen.append(*gradients), (gradients[0] * -0.3,)][1])
-        tensor.grad_fn.register_hook(lambda _, gradients: seen.append(*gradients))
-    loss_of(output).backward()
-    return seen
-
-
 def by_hook_that_masks(output: Tensors, root: nn.Module) -> None:
     output[1].register_hook(torch.nan_to_num)
     (output[0] * torch.tensor(float("nan"))).sum().backward()
@@ -166,14 +156,14 @@ def all_freed(output: Tensors, root: nn.Module) -> None:
         torch.autograd.grad(output[0].sum(), output[1])
 
 
-ASKED = [by_grad, by_grad_with_parameters, batched, by_retained, by_hook, by_hook_of_node, by_hook_that_masks]
+ASKED = [by_grad, by_grad_with_parameters, batched, by_retained, by_hook, by_hook_that_masks]
 ASKED += [path_length, curvature]
 ASKED += [penalty_on_parameters, one_part_freed, other_part_freed, all_freed]
 
 
 # The graphs of leaves that forward makes are kept: torch gives a gradient there a second time, too.
 # Leaves of the plain module have no node.
-NOT_ASKED = [("leaf", other_part_freed), ("leaf", by_hook_of_node), ("input_too", by_hook_of_node)]
+NOT_ASKED = [("leaf", other_part_freed)]
 CASES = [(name, asked) for name in MODULES for asked in ASKED if (name, asked) not in NOT_ASKED]
 
 
@@ -213,71 +203,19 @@ def test_outputs_in_containers_and_one_that_is_returned_twice(wrap: Wrap) -> Non
     assert_alike(wrap, net(forward), steps, 3)
 
 
-def first_without_input_gradients(call: Call, root: nn.Module, x: torch.Tensor) -> Tensors:
-    """As a gradient penalty of a discriminator is computed."""
-    call(x.detach())
-    return call(x)
-
-
-def in_warm_up(call: Call, root: nn.Module, x: torch.Tensor) -> Tensors:
-    """The first forward detaches."""
-    call(x)
-    return call(x)
-
-
-@pytest.mark.parametrize("steps", [first_without_input_gradients, in_warm_up], ids=lambda steps: steps.__name__)
-def test_ways_that_differ_between_forwards(wrap: Wrap, steps: Call) -> None:
+def test_ways_that_differ_between_forwards(wrap: Wrap) -> None:
     """N1: the ways of the first forward were taken for those of the second: None instead of a gradient."""
 
     def forward(net: nn.Module, x: torch.Tensor) -> Tensors:
-        net.number.add_(1)
         hidden = (x * 2).tanh()
-        is_cut = steps is in_warm_up and int(net.number) == 1
-        return net.b(hidden.detach() if is_cut else hidden).exp(), hidden
-
-    module = net(forward)
-    module.register_buffer("number", torch.zeros(()))
+        return net.b(hidden).exp(), hidden
 
     def asked(call: Call, root: nn.Module) -> Any:
-        return by_grad(steps(call, root, torch.randn(7, 3).requires_grad_()), root)
+        x = torch.randn(7, 3).requires_grad_()
+        call(x.detach())  # as a gradient penalty of a discriminator is computed
+        return by_grad(call(x), root)
 
-    assert_alike(wrap, module, asked, 3, 1e-10)
-
-
-@pytest.mark.parametrize("kind", ["to the other", "to both", "behind the other", "from the other"])
-def test_ways_that_a_buffer_moves(wrap: Wrap, kind: str) -> None:
-    """N1: only whether an output leads to some other one was looked for, not to which: None instead of a gradient."""
-
-    def forward(net: nn.Module, x: torch.Tensor) -> Tensors:
-        net.number.add_(1)
-        first, second = net.a(x).tanh(), net.b(x).tanh()
-        moves = int(net.number) % 3 == 0
-        if moves and kind == "behind the other":
-            second = net.c(first)
-        to_first, to_second = net.c(first).exp(), net.c(second).exp()
-        if kind == "from the other":
-            return (first, second, to_second, net.c(x)) if moves else (first, second, net.c(x), to_second)
-        if moves:
-            return to_first * to_second if kind == "to both" else to_second, first, second
-        return to_first, first, second
-
-    module = net(forward)
-    module.register_buffer("number", torch.zeros(()))
-
-    def steps(call: Call, root: nn.Module) -> Any:
-        found: list[Any] = []
-        for _ in range(5):
-            output = call(torch.randn(7, 3))
-            options: Any = {"allow_unused": True, "retain_graph": True}
-            for of in output:
-                found += torch.autograd.grad(of.pow(2).sum(), output, **options)
-            for of in output:
-                of.retain_grad()
-            loss_of(output).backward()
-            found += [of.grad for of in output]
-        return found
-
-    assert_alike(wrap, module, steps, 3, 1e-10)
+    assert_alike(wrap, net(forward), asked, 3, 1e-10)
 
 
 def test_an_output_that_one_replica_detaches(wrap: Wrap) -> None:
@@ -311,7 +249,6 @@ def test_hooks_of_outputs_without_a_gradient_are_not_called(wrap: Wrap, is_on_wa
             if tensor.requires_grad:
                 tensor.register_hook(lambda gradient: [seen.append(gradient), gradient * 0.5][1])
                 tensor.retain_grad()
-                tensor.grad_fn.register_prehook(seen.append)
         (used.sum() + of_used.sum()).backward()
         return [torch.tensor(len(seen)), unused.grad, of_unused.grad]
 
@@ -344,20 +281,20 @@ def test_a_gradient_that_forward_retains(wrap: Wrap, options: dict[str, Any], *,
 
 
 def test_reentrant_checkpoints_between_outputs(wrap: Wrap) -> None:
-    """N1, R13: torch refuses them in `torch.autograd.grad`, and differentiates through them in `backward`."""
+    """N1, R13: torch refuses them in `torch.autograd.grad`, and differentiates through them in `backward`; here they
+    have the gradient both ways, but none of second order."""
 
     def forward(net: nn.Module, x: torch.Tensor) -> Tensors:
         hidden = net.a(x)
         return checkpoint(net.b, hidden, use_reentrant=True), hidden
 
-    def steps(call: Call, root: nn.Module) -> Any:
-        output = call(torch.randn(7, 3))
-        for create_graph in (False, True):
-            with pytest.raises(RuntimeError, match=r"incompatible with \.grad\(\)"):
-                torch.autograd.grad(output[0].sum(), output[1], create_graph=create_graph, retain_graph=True)
-        return by_retained(output, root)
-
-    assert_alike(wrap, net(forward), steps)
+    assert_alike(wrap, net(forward), lambda call, root: by_retained(call(torch.randn(7, 3)), root))
+    model = wrap(net(forward))
+    output, hidden = model(torch.randn(7, 3))
+    (found,) = torch.autograd.grad(output.sum(), hidden, retain_graph=True)
+    assert_same(found, model.module.b.weight.sum(0).expand(7, -1))
+    with pytest.raises(RuntimeError, match=r"incompatible with \.grad\(\)"):
+        torch.autograd.grad(output.sum(), hidden, create_graph=True)
 
 
 def test_in_several_forwards_and_a_wrapper_inside_the_module(wrap: Wrap) -> None:

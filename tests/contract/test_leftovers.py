@@ -4,13 +4,9 @@ The oracle of the hooks is the plain module; of the warnings, that the plain mod
 """
 
 import contextlib
-import contextvars
 import copy
 import ctypes
 import functools
-import io
-import itertools
-import threading
 import time
 import types
 import warnings
@@ -396,8 +392,6 @@ number_of_calls = 0
 masks: dict[Any, torch.Tensor] = {}
 lazy: torch.Tensor | None = None
 was_told = False
-of_thread = threading.local()
-of_context: contextvars.ContextVar[Any] = contextvars.ContextVar("of_context")
 
 
 def count_in_file(x: torch.Tensor) -> None:
@@ -441,10 +435,6 @@ SHARED: dict[str, tuple[Forward, str]] = {
     "a mean": (lambda m, x: kept_by_name.__setitem__("mean", float(x.mean())), "kept_by_name (global of {file})"),
     "a global counter": (count_calls, "number_of_calls (global of {file})"),
     "by a function": (lambda m, x: add_to_kept(x), "kept (global of {file})"),
-    "a global by globals()": (
-        lambda m, x: globals().update({"number_of_calls": number_of_calls + 1}),
-        "number_of_calls (global of {file})",
-    ),
     "a closure": (count_around(), "rows (variable of count)"),
     "a default": (lambda m, x, found=[]: found.append(1), "found (variable of <lambda>)"),
     "a list of the module": (lambda m, x: m.square.seen.append(x), "square.seen"),
@@ -467,21 +457,16 @@ RARELY_SHARED: dict[str, tuple[Forward, str]] = {
         lambda m, x: setattr(shared_values, "number_of_rows", shared_values.number_of_rows + len(x)),
         "number_of_rows (global of shared_values.py)",
     ),
-    "a value of the thread": (lambda m, x: setattr(of_thread, "rows", x), "of_thread (global of {file})"),
-    "a value of the context": (lambda m, x: of_context.set(float(x.mean())), "of_context (global of {file})"),
     "a class, by a function": (lambda m, x: count_in_class(), "Meter.total"),
     "its class": (lambda m, x: setattr(type(m.square), "total", type(m.square).total + 1), "Square.total"),
-    "what a counter counts": (lambda m, x: next(m.numbers), "numbers"),
-    "an iterator": (lambda m, x: next(m.schedule), "schedule"),
-    "a text": (lambda m, x: m.log.write(f"{x.sum()}"), "log"),
     "a set": (lambda m, x: m.lengths.add(len(x)), "lengths"),
 }
 
 
 def with_shared(write: Forward) -> Any:
     model = assigning(write, stats={"n": 0}, meter=Meter(), last=deque(maxlen=2), lengths=set(), sums=np.zeros(3))
-    model.square, model.mean, model.numbers, model.cache = Square(4, 4), torch.zeros(4), itertools.count(), {}
-    model.square.seen, model.schedule, model.log = [], iter(range(99)), io.StringIO()
+    model.square, model.mean, model.cache = Square(4, 4), torch.zeros(4), {}
+    model.square.seen = []
     return model
 
 
@@ -493,8 +478,6 @@ def files_as_before() -> Iterator[None]:
         each.clear()
     globals().update(number_of_calls=0, lazy=None, was_told=False)
     Square.total, Meter.total, shared_values.number_of_rows = 1000, 0.0, 0
-    vars(of_thread).clear()
-    of_context.set(None)
 
 
 @pytest.mark.usefixtures("files_as_before")
@@ -763,7 +746,7 @@ def test_a_hook_that_keeps_what_it_sees_is_said_once(wrap: Wrap, name: str) -> N
 
 @pytest.mark.parametrize(
     "way",
-    ["once", "keep the graphs", "of higher order", "an object among the inputs", "the verbs", "a loss that leaves"],
+    ["once", "keep the graphs", "of higher order", "an object among the inputs", "a loss that leaves"],
 )
 def test_a_hook_that_keeps_gradients_is_said_once(wrap: Wrap, way: str) -> None:
     """R9: after the first backward; also of one that does not free the graphs, which nothing was said of."""
@@ -782,8 +765,7 @@ def test_a_hook_that_keeps_gradients_is_said_once(wrap: Wrap, way: str) -> None:
     def step() -> None:
         x = torch.randn(6, 4, requires_grad=True)
         losses.clear()
-        with torch.autograd.graph.save_on_cpu() if way == "the verbs" else contextlib.nullcontext():
-            loss = model(x, object() if "object" in way else None).sum()
+        loss = model(x, object() if "object" in way else None).sum()
         torch.autograd.grad(sum(losses, loss), [x, *model.parameters()], **options)
 
     (said,) = said_by(step)
@@ -840,7 +822,7 @@ def test_hooks_that_keep_nothing_are_not_said(wrap: Wrap) -> None:
 # Replicas stay the same objects
 
 
-@pytest.mark.parametrize("way", ["kept by the program", "an attribute", "into a dict with a layer", "to a parameter"])
+@pytest.mark.parametrize("way", ["kept by the program", "an attribute"])
 def test_a_layer_is_found_by_its_id_in_each_step(wrap: Wrap, place: str, way: str) -> None:
     """R6: replicas to which the program refers were made anew in each step, and ids came again for other layers.
 
@@ -851,20 +833,14 @@ def test_a_layer_is_found_by_its_id_in_each_step(wrap: Wrap, place: str, way: st
     def forward(module: Any, x: torch.Tensor) -> torch.Tensor:
         if way == "kept by the program":
             kept.append(module.first)  # a list of this file: one in a closure of the module would be the module's
-        elif way == "an attribute":
-            module.latest = x
-        elif way == "into a dict with a layer":
-            module.table["rows"] = len(x)
         else:
-            module.first.weight.rows = object()
+            module.latest = x
         for name in ("first", "second"):
             assert found.setdefault(id(getattr(module, name)), name) == name
         y: torch.Tensor = module.second(module.first(x))
         return y
 
-    model = Calls(forward, first=nn.Linear(4, 4), second=nn.Linear(4, 4))
-    model.table = {"layer": model.first}
-    model, x = wrap(model), torch.randn(6, 4)
+    model, x = wrap(Calls(forward, first=nn.Linear(4, 4), second=nn.Linear(4, 4))), torch.randn(6, 4)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         for _ in range(10):

@@ -105,6 +105,18 @@ def test_gradients_are_the_plain_modules_in_every_step(wrap: Wrap, speeds: Speed
 
 
 @at_one_place
+def test_an_output_on_the_way_to_another_in_parts(wrap: Wrap) -> None:
+    """S16, N13: a step was an error that named a hook on the first output, which was ours: it notes the time."""
+    plain, model = twins(wrap, Fn(lambda x: (hidden := x.tanh(), hidden.square())), 2, shares="measured", parts=2)
+    found = []
+    for module in (model, plain):
+        x = torch.linspace(-1, 1, 40).view(8, 5).requires_grad_()
+        sum([output.sum() for output in module(x)]).backward()
+        found.append(x.grad)
+    assert_same(*found)
+
+
+@at_one_place
 def test_frozen_shares_are_bit_for_bit_those_that_are_written(
     wrap: Wrap, speeds: Speeds, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -4,7 +4,6 @@ import ast
 import contextlib
 import re
 import warnings
-from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -249,9 +248,6 @@ def test_outputs_of_transformers(wrap: Wrap) -> None:
         lambda x: [each.expand(5, 2) for each in x[:, 0]],
         lambda x: [None, *[float(each) for each in x[1:, 0]]],
         lambda x: [None for _ in x],
-        lambda x: deque(float(each) for each in x[:, 0]),
-        lambda x: dict.fromkeys(range(len(x)), "same"),
-        lambda x: {row: float(each) for row, each in enumerate(x[:, 0])},
         lambda x: [each.sin() for each in x[:, : len(x)]] if len(x) < 4 else list(x),
         lambda x: list(x[:, :2, None]) if len(x) < 4 else list(x),
     ],

@@ -117,8 +117,6 @@ WORDS = ["a", "b", "c", "d"]
         (({"x": torch.ones(4, 2), "words": WORDS},), {}, "inputs[0]['words']"),
         ((torch.ones(4, 2), tuple(WORDS)), {}, "inputs[1]"),
         ((torch.ones(4, 2), [[1, 2], [3], [], [4]]), {}, "inputs[1]"),
-        ((torch.ones(4, 2), dict(enumerate([[1], [2, 3], [], [4]]))), {}, "inputs[1]"),
-        ((torch.ones(4, 2), dict(enumerate(WORDS))), {}, None),
         ((torch.ones(4, 2), [224, 224, 3, 1]), {}, None),
         ((torch.ones(4, 2), WORDS), {"in_dims": (0, None)}, None),
         ((torch.ones(4, 2), SampleList(WORDS)), {}, None),

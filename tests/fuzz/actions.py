@@ -24,7 +24,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from fuzz.blocks import WIDTH, GoesOn, KeepsLosses, linear
+from fuzz.blocks import WIDTH, KeepsLosses, linear
 from fuzz.model import NUM_OUTPUTS, tensors_in
 from fuzz.program import Step
 from fuzz.side import OPTIMIZERS, Side, seed_torch
@@ -194,19 +194,6 @@ def losses_that_leave(side: Side, step: Step) -> None:
         side.backward(output + sum(grad.square().sum() for grad in grads(kept, create_graph=True)), **_free(side))
     for block in blocks:
         block.kept.clear()
-
-
-@training(weight=4, only=("earlier forward",), without=("reentrant", "loss: mean"))
-def goes_on_from_an_earlier_forward(side: Side, step: Step) -> None:
-    """Both on the same rows; the loss is of the second output, or of both."""
-    memories = [module.memory for module in side.core.modules() if isinstance(module, GoesOn)]
-    for memory in memories:
-        memory.rows = {}
-    x = side.batch(max(2, step.rows), step.seed)
-    first, second = side.loss(side.run(x)), side.loss(side.run(x))
-    side.backward(second + (first if step.seed % 2 else 0))
-    for memory in memories:
-        memory.rows = None
 
 
 @training()

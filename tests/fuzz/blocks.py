@@ -626,22 +626,6 @@ class KeepsLosses(Block):
         return hidden
 
 
-class GoesOn(Block):
-    """Uses what the forward before has kept of each row, in an object, if it is to keep something."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.memory = types.SimpleNamespace(rows=None)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden, rows, kept = self.linear(x).tanh(), x[:, 0].tolist(), self.memory.rows
-        if kept is None:
-            return hidden
-        before = [kept[row] for row in rows if row in kept]
-        kept.update(zip(rows, hidden, strict=True))
-        return hidden * 2 + torch.stack(before).square() if before else hidden
-
-
 class HooksInForward(Block):
     """Registers hooks in forward: for a while, or for good."""
 
@@ -689,7 +673,7 @@ class WritesWeights(Block):
                 nn.init.constant_(self.linear.bias, 0.5)
             elif self.how == "data":
                 with torch.inference_mode(False):
-                    self.weight.data = self.weight.data * 0.9
+                    self.weight.data = self.weight.data.clamp(-0.9, 0.9)
         return self.linear(x) * self.weight
 
 
@@ -813,7 +797,6 @@ FAMILIES: dict[str, Family] = {
     "attribute tensors": Family({"plain": AttributeTensor}),
     "losses": Family(_of(KeepsLosses, "plain", "checkpoint"), ("attributes",)),
     "reentrant losses": Family(_of(KeepsLosses, "reentrant"), ("attributes", "losses", "reentrant")),
-    "earlier forward": Family({"rows": GoesOn}, ("attributes",)),
     "hooks in forward": Family(_of(HooksInForward, "for a while", "before it", "backward")),
     "hooks alike": Family(_of(HooksInForward, "for good"), ("buffers",), (ASSIGNED,)),  # said of parts and maps
     "hooks for good": Family(_of(HooksInForward, "of a parameter"), ("attributes", "buffers"), (ASSIGNED,)),

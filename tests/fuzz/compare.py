@@ -42,6 +42,9 @@ class Difference(NamedTuple):
     text: str  # where, and what each side has
 
 
+SAID = Difference("said", "a message names the cause")  # which ends a program, and is none
+
+
 class Outcome(NamedTuple):
     """How a program has ended."""
 
@@ -57,7 +60,8 @@ def run(program: Program, timeout_s: float, rank: Rank = ONE_PROCESS, agree: Any
     Args:
         timeout_s: of wrappers.
         rank: the process's, if several run the program together.
-        agree: then: is given this rank's difference after each step; returns that of the lowest rank that has one.
+        agree: then: is given this rank's difference after each step; returns `SAID` if a rank has that, since others
+            wait for it; else the difference of the lowest rank that has one.
     """
 
     def wrapped(module: nn.Module, outermost: bool) -> nn.Module:
@@ -111,11 +115,13 @@ def _run_steps(program: Program, plain: Side, wrapped: Side, agree: Any) -> Outc
             if found is not None and not all(map(_is_of_use, plain.observed)):
                 found = None  # the training has diverged: rounding decides
             if found is not None and _names_the_cause(program, step, wrapped):
-                return Outcome(None, number, said=True)
-            if found is not None:
+                found = SAID
+            elif found is not None:
                 found = Difference(found.kind, f"step {number}, {step!r}: {found.text}")
             if agree is not None:
                 found = agree(found)
+            if found == SAID:
+                return Outcome(None, number, said=True)
             is_finite = all(bool(parameter.isfinite().all()) for parameter in plain.core.parameters())
             if found is not None or plain.error is not None or not is_finite:
                 return Outcome(found, number, plain.error is not None)

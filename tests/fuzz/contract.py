@@ -48,13 +48,12 @@ def _stated() -> Iterator[tuple[str, Program]]:
     leaves = _steps("losses_that_leave", rows=(7,) * 7)
     yield "losses that leave forward", Program(("losses/plain", "losses/checkpoint"), leaves)
     yield "losses that leave a checkpoint", Program(("reentrant losses/reentrant",), leaves)
-    goes_on = _steps("goes_on_from_an_earlier_forward", rows=(7, 8, 6))
-    yield "a forward that goes on", Program(("earlier forward/rows",), goes_on)
 
 
 PROGRAMS = {
     **dict(_stated()),
     "a shared layer in a mode": Program(("tied/weight, layer",), _steps("backward_in_a_mode")),
+    "a wrapper in a wrapper's parts": Program((), _steps("train", "backward_in_a_mode"), wraps="twice", parts=2),
 }
 
 

@@ -77,9 +77,6 @@ def random_program(seed: int, place: str) -> Program:
             "sample list"  # a replica of one row returns one number, which is no sign of a list of rows
         )
     traits = Program(**options).traits
-    if "compiled" in traits and options["inputs"] == "array":
-        options["inputs"] = "tensor"  # torch raises where graphs with donated buffers are kept, and says what to set
-        traits = Program(**options).traits
     if "weights" in traits and options["wraps"] in ("twice", "both"):
         options["wraps"] = "model"  # in there, graphs do not see what a later forward writes through `.data`
     allowed = [name for name, action in ACTIONS.items() if action.suits(traits)]

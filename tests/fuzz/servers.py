@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from fuzz.compare import Difference, Outcome, run
+from fuzz.compare import SAID, Difference, Outcome, run
 from fuzz.program import Program
 from fuzz.side import ONE_PROCESS, Rank, make_asynchronous_devices
 from helpers.forked import context
@@ -67,7 +67,7 @@ class ProgramServer:
         except (EOFError, ConnectionResetError):
             outcome = Outcome(self._how_it_ended())
             self.end()
-        if "ranks" in self._place and (outcome.raised or outcome.difference is not None):
+        if "ranks" in self._place and (outcome.raised or outcome.said or outcome.difference is not None):
             self.end()  # the ranks no longer agree on what comes next
         return outcome
 
@@ -100,12 +100,14 @@ class ProgramServer:
             self._connections.append(ours)
 
     def _how_it_ended(self) -> Difference:
-        self._processes[0].join()
+        for process in self._processes:
+            process.join(_END_S)  # the other rank may wait for the next program
         stacks = [path.read_text(errors="replace") for path in sorted(Path(self._folder.name).glob("stacks-*"))]
         text = "\n".join(stacks)[:_MOST_TEXT]
         if "Timeout (" in text:
             return Difference("hangs", f"no end within the limit:\n{text}")
-        return Difference("crashes", f"the process ended with exit code {self._processes[0].exitcode}:\n{text}")
+        codes = [process.exitcode for process in self._processes if process.exitcode is not None]
+        return Difference("crashes", f"the process ended with exit code {codes[0]}:\n{text}")
 
 
 def _serve(
@@ -153,14 +155,14 @@ def _serve(
 
 
 def _agree(group: Any, difference: Difference | None) -> Difference | None:
-    """Return the difference of the lowest rank that has one, in all ranks."""
+    """Return what the ranks' differences come to, in all ranks (`compare.run`)."""
     found = torch.tensor([difference is not None], dtype=torch.int64)
     torch.distributed.all_reduce(found, group=group)
     if not found.item():
         return None
     each: list[Any] = [None] * NUM_RANKS
     torch.distributed.all_gather_object(each, difference, group=group)
-    return next(one for one in each if one is not None)
+    return SAID if SAID in each else next(one for one in each if one is not None)
 
 
 def repeat(program: Program, limit_s: float = 60) -> None:

@@ -3,7 +3,6 @@
 import functools
 import gc
 import re
-import types
 import warnings
 import weakref
 from collections import OrderedDict, defaultdict, deque, namedtuple
@@ -112,7 +111,6 @@ PLACES: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     "dict that refuses": (read_only, lambda v: v["a"] if v.held == 3 else None),
     "list that refuses": (lambda m: ReadOnlyList([m]), lambda v: v[0]),
     "tuple of a class": (lambda m: TwoOf(m, 1), lambda v: v[0]),
-    "view of a dict": (lambda m: types.MappingProxyType({"a": m}), lambda v: v["a"]),
     "attribute of a dict with items": (lambda m: Named({"a": m}, layer=m), lambda v: v.layer),
     "partial's argument": (lambda m: NamedPartial(returns, m), lambda v: v() if type(v) is NamedPartial else None),
     "partial's keyword": (lambda m: functools.partial(returns, value=m), lambda v: v()),

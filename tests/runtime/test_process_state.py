@@ -190,23 +190,6 @@ def test_torch_fx_traces_in_turns() -> None:
     assert nn.Module.__call__ is called
 
 
-def test_a_trace_that_uses_parameters_is_an_error() -> None:
-    """R16, R15: the note names the cause and the line to write, which has the right numbers; and no other cause."""
-
-    def forward(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        if net.training:
-            return torch.func.linearize(net.layer, x)[1](x)
-        return torch.func.jvp(net.layer, (x,), (x,))[1]
-
-    model, x = DataParallel(Calls(forward, layer=nn.Linear(1, 1)), TWO), two_rows()
-    with pytest.raises(ValueError, match="non-leaf Tensor") as raised:
-        model(x)
-    notes = "\n".join(raised.value.__notes__)
-    assert "torch.func.jvp(function, (x,), (tangent,))[1]" in notes
-    assert "in_dims" not in notes
-    torch.testing.assert_close(model.eval()(x), model.module(x))
-
-
 Setting: TypeAlias = tuple[Callable[[], AbstractContextManager[Any]], Callable[[], Any]]
 
 

@@ -37,7 +37,7 @@ of the first forward: nothing is computed again, no buffer is written and no ran
 import threading
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import compress, repeat
 from typing import Any, TypeAlias
@@ -51,7 +51,7 @@ from unisono.runtime import timeline
 from unisono.runtime.errors import add_note, text_of
 from unisono.runtime.interrupts import critical
 from unisono.runtime.streams import current_streams_of, wait_for_makers
-from unisono.runtime.torch_private import engine, graph_nodes
+from unisono.runtime.torch_private import engine
 from unisono.runtime.tracebacks import without_own_frames
 
 _KEEP_GRAPH = (
@@ -147,9 +147,6 @@ class _Output(torch.autograd.Function):
         return None, None, None, None
 
 
-graph_nodes.note_hooks_of_nodes(_Output)
-
-
 class _Level(torch.autograd.Function):
     """(4) The node between two levels: `_link_level(graphs, incoming, lower, token, *joined)`, the upper level's token.
 
@@ -177,10 +174,7 @@ class _Level(torch.autograd.Function):
 
 
 class _Replicas(torch.autograd.Function):
-    """(2) The node of the replicas: `_link_replicas(graphs, incoming, *tokens, *leaves, *earlier)`, the outputs' token.
-
-    `earlier` are the tokens of earlier forwards into whose graphs these go on.
-    """
+    """(2) The node of the replicas: `_link_replicas(graphs, incoming, *tokens, *leaves)`, the outputs' token."""
 
     @staticmethod
     def forward(ctx: Any, graphs: ReplicaGraphs, incoming: _OfBackwards, *linked: torch.Tensor) -> torch.Tensor:
@@ -233,7 +227,7 @@ def _backward(ctx: Any, incoming: _Incoming) -> tuple[torch.Tensor | None, ...]:
     higher, needed = torch.is_grad_enabled(), graphs.needed_inputs(ctx)
     # Losses that left forward in another way go through the same graphs in this backward, later.
     others_follow = graphs.buckets_will_run()
-    keep = graphs.are_needed_later or engine.backward_keeps_graph()
+    keep = graphs.keep or engine.backward_keeps_graph()
     on_backward, graphs.on_backward = graphs.on_backward, None
     if others_follow and not graphs.on_host and graphs.has_module_hooks():
         raise RuntimeError(_MODULE_HOOKS)
@@ -268,12 +262,12 @@ def _backward(ctx: Any, incoming: _Incoming) -> tuple[torch.Tensor | None, ...]:
         raise
     if on_backward is not None:
         engine.call_at_end_of_backward(on_backward)
-    start, num_earlier = 0, len(graphs.captured.earlier)
+    start = 0
     for collector in ctx.collectors[:-1]:
         collector.add_of_boundary(found[start : start + len(collector.live)])
         start += len(collector.live)
     ctx.collectors[-1].add_of_boundary(summed, all_reduce)
-    return (*nothing[: 2 + len(ctx.collectors)], *found[start:first], *nothing[:num_earlier])
+    return (*nothing[: 2 + len(ctx.collectors)], *found[start:first])
 
 
 def _nothing() -> None:
@@ -308,9 +302,8 @@ def _gradients_of_lower(
         options: Any = {
             "outputs": wanted,
             "totals": incoming.totals,
-            "keep": goes_on or graphs.are_needed_later or engine.backward_keeps_graph(),
+            "keep": goes_on or graphs.keep or engine.backward_keeps_graph(),
             "in_device_thread": incoming.is_in_device_thread(),
-            "checkpoints": not (is_sure and is_restricted),  # else a reentrant one is an error, as torch's
         }
         run = partial(graphs.backward, grads, None, None, **options)
         try:
@@ -334,8 +327,7 @@ def join(graphs: ReplicaGraphs) -> Sequence[torch.Tensor]:
         return [each.join(each.tensors) for each in graphs.outputs]
     incoming: _OfBackwards = {}
     tokens = [group.token for group in graphs.groups]
-    earlier = [token for _, token in graphs.captured.earlier]
-    token = _link_replicas(graphs, incoming, *tokens, *[leaf.live for leaf in graphs.leaves], *earlier)
+    token = _link_replicas(graphs, incoming, *tokens, *[leaf.live for leaf in graphs.leaves])
     # Losses that left forward in another way lead to the replicas' graphs directly. A backward of both goes through the
     # boundary first, which then keeps these graphs: its nodes are made after theirs, in whatever thread those were.
     if graphs.on_way:
@@ -369,10 +361,7 @@ def _differentiable_backward(
     """Return the gradients of some inputs, or outputs, as outputs of one more boundary."""
     args = incoming.grads, incoming.totals, wanted, refused
     run = partial(graphs.differentiable_backward, *args, of_outputs=of_outputs)
-    replay = graphs.replay
-    higher, gradients = run() if replay is None else replay.run(graphs, run)
-    if replay is not None:
-        higher = replace(higher, replay=replay.of_gradients(graphs, lambda: run()[0]))
+    higher, gradients = run() if graphs.replay is None else graphs.replay.run(graphs, run)
     if not [each for each in gradients if each is not None]:
         return [None] * len(gradients)
     results = iter(join(higher))

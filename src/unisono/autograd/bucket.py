@@ -33,7 +33,7 @@ from dataclasses import replace
 from functools import partial, reduce
 from itertools import chain
 from operator import attrgetter
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import torch
 
@@ -57,6 +57,11 @@ _SEVERAL_MODELS = (
     "models, and a tensor of one left forward another way (a hook or a list stored it). Under a launcher "
     "their gradients are summed together. Return the tensor from forward; or call backward for one model at "
     "a time."
+)
+
+_PICKLED = (
+    "a replica's parameters cannot be pickled inside forward, nor its modules: save its state_dict() there, or pickle "
+    "the module outside of forward."
 )
 
 # Added to the sequence numbers of nodes that torch's engine runs as soon as they are ready. A LiveNode comes before the
@@ -155,7 +160,6 @@ class Collector:
 
     Attributes:
         mark: the leaf behind its bucket nodes.
-        is_earlier: whether the graphs of a later forward lead to its bucket nodes.
         inside: has those of a backward inside forward while forward runs, else None.
         over_ranks: what sums gradients over ranks that no boundary has summed; None: there are no other ranks.
         latest: the number of the latest backward in which the LiveNode has run.
@@ -167,7 +171,6 @@ class Collector:
     def __init__(self, live: Sequence[torch.Tensor], join: Callable[[Sequence[Contribution]], Gradients]) -> None:
         self.live, self._join = live, join
         self.mark = torch.zeros((), dtype=torch.float32, device="cpu", requires_grad=True)
-        self.is_earlier = False
         self.inside: InsideForward | None = None
         self.over_ranks: OverRanks | None = None
         self.latest = -1
@@ -213,10 +216,6 @@ class Collector:
             all_reduce: sums these, and what has come beside them, over the ranks; None: there is nothing to be done.
         """
         self._of_boundaries.setdefault(engine.number_of_backward(), []).append((gradients, all_reduce))
-
-    def add_of_later(self, contributions: Iterable[Contribution]) -> None:
-        """Add what the boundary of a later forward has brought, for the LiveNode."""
-        self._contributions.setdefault(engine.number_of_backward(), []).extend(contributions)
 
     def drop(self) -> None:
         """Forget what backwards that have failed have left. One of another thread may still be on its way here."""
@@ -298,33 +297,20 @@ def lead_to_others(ends: Sequence[torch.Tensor], collectors: Sequence[Collector]
     if not marks:
         return False
     roots = [end for end in ends if end.requires_grad]
-    if not roots:
-        return False
-    return any(lead_to(roots, marks))
-
-
-def lead_to(ends: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> tuple[bool, ...]:
-    """Return for each tensor whether what it was computed from has one of `targets` in its graph. All require grad.
-
-    As above, torch's engine looks.
-    """
     try:
-        engine.gradients([_look(*ends)], targets, [_ONE], keep=True)
-    except _LeadingError as found:
-        return found.leading
-    return (False,) * len(ends)
+        if roots:
+            engine.gradients([_look(*roots)], marks, [_ONE], keep=True)
+    except _LeadingError:
+        return True
+    return False
 
 
 class _LeadingError(Exception):
-    def __init__(self, leading: tuple[bool, ...]) -> None:
-        self.leading = leading
+    pass
 
 
 class _Look(torch.autograd.Function):
-    """A node whose backward ends at once: it tells which of its inputs' nodes torch would go on behind.
-
-    Where none leads to what is looked for, torch does not call it.
-    """
+    """A node whose backward ends at once: torch calls it only where a graph behind it leads to what is looked for."""
 
     @staticmethod
     def forward(ctx: Any, *_: torch.Tensor) -> torch.Tensor:
@@ -332,8 +318,7 @@ class _Look(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, _: torch.Tensor) -> tuple[None, ...]:
-        behind = [[node for node, _ in of_end.next_functions if node is not None] for of_end, _ in ctx.next_functions]
-        raise _LeadingError(tuple([any(map(engine.backward_reaches, nodes)) for nodes in behind]))
+        raise _LeadingError
 
 
 _look: Any = super(torch.autograd.Function, _Look).apply  # as in boundary.py
@@ -501,7 +486,8 @@ class BucketNode(torch.autograd.Function):
         replica: int,
         make: Callable[[], tuple[torch.Tensor, ...]],
     ) -> tuple[torch.Tensor, ...]:
-        ctx.token, ctx.collector, ctx.bucket, ctx.replica = token, collector, bucket, replica
+        ctx.token = token  # keeps it, for `OneOrder`
+        ctx.collector, ctx.bucket, ctx.replica = collector, bucket, replica
         ctx.set_materialize_grads(False)
         return make()
 
@@ -532,8 +518,9 @@ def own_tensors(
     if collector.frozen:  # by an earlier forward
         collector.frozen.difference_update([each for each in [*collector.frozen] if each[:2] == (bucket, replica)])
     for place, tensor in enumerate(tensors):
-        link = Link(weakref.ref(tensor), token, collector, bucket, replica, place, len(tensors))
-        tensor.__dict__.update({"requires_grad_": link, "__reduce_ex__": link.pickled})
+        tensor.__dict__["requires_grad_"] = Link(
+            weakref.ref(tensor), token, collector, bucket, replica, place, len(tensors)
+        )
     return tensors
 
 
@@ -578,21 +565,8 @@ class Link(NamedTuple):
             tensor_objects.exchange(parameter, linked)
         return parameter
 
-    def pickled(self, protocol: Any) -> Any:
-        """Return what pickle gets of the parameter: a leaf without a link to the replica, as of the live one."""
-        parameter = self.parameter()
-        assert parameter is not None
-        leaf = parameter.detach()
-        if type(parameter) is torch.nn.Parameter:
-            leaf = torch.nn.Parameter(leaf, requires_grad=False)
-        elif type(leaf) is not type(parameter):
-            leaf = leaf.as_subclass(type(parameter))
-        leaf.requires_grad_(parameter.requires_grad)
-        leaf.__dict__.update({k: v for k, v in parameter.__dict__.items() if k not in _OF_LINK})
-        return leaf.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
-
-
-_OF_LINK = ("requires_grad_", "__reduce_ex__")  # attributes of a replica's parameter that a link has put there
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(_PICKLED)
 
 
 class _Relink(torch.autograd.Function):
@@ -602,7 +576,7 @@ class _Relink(torch.autograd.Function):
     def forward(
         ctx: Any, token: torch.Tensor, _: torch.Tensor, __: torch.Tensor | None, link: Link, parameter: torch.Tensor
     ) -> torch.Tensor:
-        ctx.token, ctx.link, ctx.collector, ctx.replica = token, link, link.collector, link.replica
+        ctx.link, ctx.collector, ctx.replica = link, link.collector, link.replica
         return parameter.detach()
 
     @staticmethod

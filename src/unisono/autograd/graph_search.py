@@ -4,17 +4,23 @@ A live tensor of the module that a replica reaches is an error: its gradient wou
 structure.
 """
 
-from collections.abc import Collection, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from operator import attrgetter
 from typing import Any
 
 import torch
 
-from unisono.autograd.bucket import Collector, is_bucket_node, lead_to, lead_to_others
+from unisono.autograd.bucket import Collector, is_bucket_node, lead_to_others
 from unisono.autograd.replica_graph import CapturedTensors, ReplicaGraphs, Ways
 from unisono.primitives.blueprint import Blueprint
 from unisono.primitives.outputs import Group
 from unisono.runtime.torch_private import graph_nodes
+
+_GOES_ON = (
+    "{place} used a tensor that another forward has stored (in a dict, or in an object that is not a module) without "
+    "detach(). Its gradient cannot go on into that forward's replicas. Return the tensor from that forward and pass it "
+    "to this one as an input; or detach() it."
+)
 
 
 class GraphSearch:
@@ -22,8 +28,7 @@ class GraphSearch:
 
     A structure is that of the module and of the inputs, and what a global or a buffer may decide: how many nodes
     forward has made, and whether a checkpoint has begun. Whether graphs go on into those of earlier forwards depends on
-    what forward finds where it keeps tensors, and whether outputs lead to others may depend on a buffer: both are
-    looked for each time, by torch.
+    what forward finds where it keeps tensors: that is looked for each time, by torch.
     """
 
     def __init__(self) -> None:
@@ -63,9 +68,7 @@ class GraphSearch:
         seen = num_nodes, has_hooks, has_reentrant_checkpoint, in_one_graph
         kind = len(groups), in_parts, numbers_of_linked, flags, seen, structure
         found = None if may_differ else self._self_contained.get(kind)
-        if found is not None and (
-            in_one_graph or (are_ways(found.ways, groups) and not lead_to_others(ends, collectors))
-        ):
+        if found is not None and (in_one_graph or not lead_to_others(ends, collectors)):
             return found
         captured = look_for_live_tensors(blueprint, groups, names, collectors, in_one_graph=in_one_graph)
         has_reentrant_checkpoint |= captured.has_reentrant_checkpoint
@@ -74,7 +77,7 @@ class GraphSearch:
             has_checkpoint=has_reentrant_checkpoint or has_hooks,
             ways=Ways() if in_one_graph else ways_between(groups, in_parts=in_parts),
         )
-        if in_one_graph or not (captured.tensors or captured.earlier or may_differ):
+        if in_one_graph or not (captured.tensors or may_differ):
             if len(self._self_contained) >= _MOST_STRUCTURES:
                 self.clear()
             self._self_contained[kind] = captured
@@ -104,12 +107,12 @@ def look_for_live_tensors(
         in_one_graph: as in `GraphSearch.captured_tensors`.
 
     Raises:
-        RuntimeError: one does, and its gradient would be wrong. Names the tensor, and the cause.
+        RuntimeError: one does, and its gradient would be wrong. Names the tensor, and the cause. Or a graph goes on
+            into that of another forward.
     """
     if not groups:  # outputs without tensors
         return CapturedTensors()
     captured: dict[int, torch.Tensor] = {}
-    earlier: dict[Collector, torch.Tensor] = {}
     has_reentrant_checkpoint = are_linked = has_batch_norm = False
     histories = {tensor.grad_fn: tensor for tensor in blueprint.histories.values()}
     of_replicas = zip(names, zip(*(group.tensors for group in groups), strict=True), strict=True)
@@ -134,8 +137,8 @@ def look_for_live_tensors(
                 continue
             if is_bucket_node(reached):
                 are_linked |= reached.replica != index
-                if reached.collector not in collectors:
-                    earlier[reached.collector] = reached.token
+                if reached.collector not in collectors and not in_one_graph:
+                    raise RuntimeError(_GOES_ON.format(place=place))
             has_reentrant_checkpoint |= is_reentrant_checkpoint(reached)
             has_batch_norm |= graph_nodes.is_batch_norm_in_training(reached)
             # In one graph, that of an earlier forward goes on; what leads to live parameters is not summed over ranks.
@@ -145,8 +148,7 @@ def look_for_live_tensors(
                     "outside forward and requires grad. Pass it to the model as an input, compute it in "
                     "forward, or detach() it."
                 )
-    found = has_reentrant_checkpoint, [*earlier.items()], are_linked, has_batch_norm
-    return CapturedTensors([*captured.values()], *found)
+    return CapturedTensors([*captured.values()], has_reentrant_checkpoint, are_linked, has_batch_norm)
 
 
 def _leads_to_parameters(tensor: torch.Tensor, blueprint: Blueprint) -> bool:
@@ -182,35 +184,7 @@ def ways_between(groups: Sequence[Group], *, in_parts: bool) -> Ways:
     levels = [0] * len(groups)
     for _ in on_way:  # the longest way has no more outputs
         levels = [max([levels[other] + 1 for other in behind], default=0) for behind in upstream]
-    looks = [] if in_parts else _looks_at_ways(upstream, on_way)
-    return Ways(levels, on_way, looks) if on_way else Ways(looks=looks)
-
-
-def _looks_at_ways(
-    upstream: Sequence[Collection[int]], on_way: Sequence[int]
-) -> list[tuple[Collection[int], Collection[int], Collection[int]]]:
-    """Return what `Ways.looks` are: one a target, in which each way is looked for as far as the next output."""
-    every = range(len(upstream))
-    ends = [k for k in every if k not in on_way]
-    looks: list[tuple[Collection[int], Collection[int], Collection[int]]] = []
-    for targets in [ends, *[[k] for k in on_way]]:
-        asked = [k for k in every if not all(n == k or k in upstream[n] for n in targets)]  # else all lead to it
-        asked = [k for k in asked if not any(n in upstream[other] for other in upstream[k] for n in targets)]
-        if asked:
-            looks.append((asked, targets, {k for k in asked if any(n in upstream[k] for n in targets)}))
-    return looks
-
-
-def are_ways(ways: Ways, groups: Sequence[Group]) -> bool:
-    """Return whether the ways between outputs are these, in the graph of any replica, as far as outputs are whole."""
-    linked = [[t for t in g.tensors if t is not None and t.requires_grad] for g in groups] if ways.looks else []
-    for asked, targets, wanted in ways.looks:
-        ends = [(k, t) for k in asked for t in linked[k]]
-        behind = [t for k in targets for t in linked[k]]
-        leading = lead_to([t for _, t in ends], behind) if ends and behind else ()
-        if {k for (k, _), leads in zip(ends, leading, strict=False) if leads} != wanted:
-            return False
-    return True
+    return Ways(levels, on_way) if on_way else Ways()
 
 
 def _needs_gradient(tensor: torch.Tensor | None) -> bool:

@@ -35,10 +35,17 @@ from unisono.primitives.parallel_apply import values_or_raise
 from unisono.primitives.placements import Replicate, Single, WeightedSum
 from unisono.runtime import devices as _devices
 from unisono.runtime import timeline
-from unisono.runtime.errors import ReplicaNames, add_note, text_of
+from unisono.runtime.errors import ReplicaNames
 from unisono.runtime.stand_ins import StandIns, while_running
 from unisono.runtime.streams import keep_for_reader
-from unisono.runtime.thread_pool import OBJECTS_HAVE_THREADS, PassContext, free_in_workers, one_pass, run_together
+from unisono.runtime.thread_pool import (
+    OBJECTS_HAVE_THREADS,
+    OF_REPLICAS,
+    PassContext,
+    free_in_workers,
+    one_pass,
+    run_together,
+)
 from unisono.runtime.thread_state import modes_that_stay
 from unisono.runtime.timeline import ReplicaTiming, StepRecording
 from unisono.runtime.torch_private import engine, graph_nodes, modes
@@ -61,20 +68,10 @@ _REENTRANT = (
     "backward() without inputs and create_graph."
 )
 
-_KEPT_GRAPHS = (
-    "an input is an object of a class that unisono does not know. Its tensors may have a graph that all "
-    "replicas share, so backward must keep the graphs. Give its tensors and numbers as separate inputs; or "
-    "set torch._functorch.config.donated_buffer = False before you compile the module."
-)
 _NO_GRADIENT = (
     "the gradient of {ends} by {name} was asked for (by torch.autograd.grad, retain_grad or a hook). Both are outputs "
     "of the module, and {reason}. Compute what needs this gradient in forward and return it, or wrap the part of the "
     "module that computes {name} separately from the part behind it."
-)
-_GOES_ON = (
-    "a backward with {way}, of a forward that used a tensor stored by an earlier forward (in a dict or an "
-    "object that is not a module) without detach(). Return that tensor from the earlier forward and pass it "
-    "to this one as an input; or detach() it."
 )
 
 
@@ -82,9 +79,6 @@ class Repeater(Protocol):
     """Runs a backward of `graphs`, again after a failure from which it recovers; engines/rescue.py has it."""
 
     def run(self, graphs: "ReplicaGraphs", backward: Callable[[], T]) -> T: ...
-
-    def of_gradients(self, graphs: "ReplicaGraphs", make: Callable[[], "ReplicaGraphs"]) -> "Repeater":
-        """Return that of the graphs of the gradients of `graphs`, which `make` makes."""
 
 
 class Joined(NamedTuple):
@@ -104,8 +98,7 @@ class Joined(NamedTuple):
         if engine.backward_is_restricted():
             return engine.backward_reaches(node)
         tensor = self.ref()
-        has_hooks = self.hooks or getattr(node, "has_hooks", False)
-        return bool(has_hooks) or (tensor is not None and tensor.retains_grad)
+        return bool(self.hooks) or (tensor is not None and tensor.retains_grad)
 
     def skip_hooks(self) -> None:
         """Let its hooks not be called without a gradient."""
@@ -118,12 +111,10 @@ class Ways(NamedTuple):
     Attributes:
         levels: of each output; it leads only to outputs of lower levels. () where no output leads to another one.
         on_way: those that others lead to.
-        looks: what shows that another forward has the same ways: of some outputs those that lead to one of others.
     """
 
     levels: Sequence[int] = ()
     on_way: Sequence[int] = ()
-    looks: Sequence[tuple[Collection[int], Collection[int], Collection[int]]] = ()  # some, others, those that lead
 
 
 class CapturedTensors(NamedTuple):
@@ -132,7 +123,6 @@ class CapturedTensors(NamedTuple):
     Attributes:
         tensors: leaves that are neither the module's nor a replica's: globals, or made by forward.
         has_reentrant_checkpoint: whether a node runs a backward of its own for a checkpoint.
-        earlier: the tokens behind other forwards' bucket nodes, where a replica's graph goes on into an earlier one's.
         are_linked: whether a replica's graph leads to another replica's tensors.
         has_batch_norm: whether a replica has normalised its rows by their statistics.
         has_checkpoint: whether an activation checkpoint runs forward again in backward.
@@ -141,7 +131,6 @@ class CapturedTensors(NamedTuple):
 
     tensors: Sequence[torch.Tensor] = ()
     has_reentrant_checkpoint: bool = False
-    earlier: Sequence[tuple[Collector, torch.Tensor]] = ()
     are_linked: bool = False
     has_batch_norm: bool = False
     has_checkpoint: bool = False
@@ -177,7 +166,6 @@ class ReplicaGraphs:
     outputs: list[BoundaryTensor]
     captured: CapturedTensors
     passes: Passes  # how backwards run
-    keep: bool  # whether graphs of a higher order share nodes with these, so that a backward must not free them
     # Called when a backward has freed the graphs; keeps alive what they need.
     on_release: Callable[[], object]
     # Called when the first backward has run, whether or not it has freed the graphs; None: nothing is.
@@ -190,6 +178,7 @@ class ReplicaGraphs:
     buffers: BuffersInBackward | None  # for activation checkpoints; None: there are none
     levels: Sequence[int]  # of each output, as in `Ways`
     on_way: dict[int, Joined | None]  # those that others lead to, by number; None: not joined yet
+    keep: bool = False  # whether graphs of a higher order share nodes with these, so that a backward must not free them
     released: bool = field(default=False, init=False)
 
     def release(self, *, failed: bool = False, give_back: bool = True) -> None:
@@ -245,11 +234,6 @@ class ReplicaGraphs:
         return live_node if live_node is not None and engine.backward_reaches(live_node) else None
 
     @property
-    def are_needed_later(self) -> bool:
-        """Whether a backward must not free the graphs, since others go on from them."""
-        return self.keep or any(group.collector.is_earlier for group in self.groups)
-
-    @property
     def on_host(self) -> bool:
         """Whether torch computes backward in the threads that call it, and in no thread of a device."""
         return _devices.all_on_host([timing.device for timing in self.timings])
@@ -264,7 +248,8 @@ class ReplicaGraphs:
 
         A backward for given inputs (`torch.autograd.grad`) does not compute what is not asked for.
         """
-        if not engine.backward_is_restricted() or engine.seen_in_backward():  # the latter: in one of ours
+        by_bucket = any(isinstance(key, Collector) for key in engine.seen_in_backward())  # in one of ours
+        if by_bucket or not engine.backward_is_restricted():
             return None
         nodes = _nodes(boundary)
         first = len(self.inputs) + 1
@@ -294,7 +279,6 @@ class ReplicaGraphs:
         keep: bool,
         in_device_thread: bool,
         outputs: Sequence[int] | None = None,
-        checkpoints: bool = True,
     ) -> Gradients:
         """Run backward in every replica graph; return the gradient of each of the boundary's inputs.
 
@@ -304,7 +288,6 @@ class ReplicaGraphs:
             needed: for each input, whether its gradient is needed; None: all are.
             totals: the outputs whose gradients take the place of what reaches them inside the graphs.
             outputs: the numbers of those whose gradients are returned instead: they lie on the way to others.
-            checkpoints: whether reentrant activation checkpoints may be on these ways.
             keep: whether the graphs are needed after it.
             in_device_thread: whether the calling thread is the one that torch has for an accelerator.
         """
@@ -321,12 +304,10 @@ class ReplicaGraphs:
             run = partial(self.buffers.around, run, self.keep or bool(self.on_way))
         if outputs is not None:
             inputs = self._outputs_on_way(outputs, output_grads)
-            found = self._gradients(grads, inputs, run, refused=() if checkpoints else None, keep=keep)
+            found = self._gradients(grads, inputs, run, refused=(), keep=keep)
             return [each.join_gradients(found[k]) for k, each in inputs.items()]
-        # What is needed of an earlier forward's tensors comes by bucket only.
-        if (needed is None or self.captured.earlier) and not batched:
+        if needed is None and not batched:
             return self._gradients_by_bucket(grads, reduction, run, keep=keep)
-        self._check_ends_here("batched gradients")
         every = self.all_inputs
         inputs = dict(compress(enumerate(every), repeat(True) if needed is None else needed))
         parts = self._gradients(grads, inputs, run, refused=None if needed is None else inputs, keep=keep)
@@ -366,37 +347,25 @@ class ReplicaGraphs:
                 ends = " and ".join([self.outputs[n].name for n in above])
                 raise RuntimeError(_NO_GRADIENT.format(ends=ends, name=self.outputs[k].name, reason=reason))
 
-    def _check_ends_here(self, way: str) -> None:
-        if self.captured.earlier:
-            raise RuntimeError(_GOES_ON.format(way=way))
-
     def _needs_one_call(self, *, in_device_thread: bool) -> bool:
         """Return whether one call has to run the backward of all replica graphs. (It has to for batched gradients.)"""
-        captured = self.captured
         return (
             (in_device_thread and not self.passes.have_exchanges)
             or modes_that_stay()  # which cannot follow into other threads; nor can batched gradients
-            or captured.are_linked
-            or bool(captured.earlier and captured.tensors)
+            or self.captured.are_linked
         )
 
     def _gradients_by_bucket(
         self, grads: Sequence[Gradients], reduction: RankReduction | None, run: "_Run", *, keep: bool
     ) -> Gradients:
         """Return the gradient of each of the boundary's inputs; backward ends at the buckets, and sums them there."""
-        earlier = [collector for collector, _ in self.captured.earlier]
-        marks = [collector.mark for collector in [*(group.collector for group in self.groups), *earlier]]
+        marks = [group.collector.mark for group in self.groups]
         of_inputs: list[list[Contribution]] = [[] for _ in self.inputs]
         of_leaves: list[Gradients] = [[None] * len(self.timings) for _ in self.leaves]
         leaves = dict(enumerate([leaf.tensors for leaf in self.leaves]))
 
         def compute(ends: Tensors, tensors: Tensors, end_grads: Tensors) -> Sequence[torch.Tensor | None]:
-            try:
-                return engine.gradients(ends, [*marks, *tensors], end_grads, keep=keep)[len(marks) :]
-            except RuntimeError as error:
-                if self.keep and "donated buffers" in text_of(error):
-                    add_note(error, _KEPT_GRAPHS)
-                raise
+            return engine.gradients(ends, [*marks, *tensors], end_grads, keep=keep)[len(marks) :]
 
         def backward_of(replicas: Sequence[int]) -> None:
             started = time.perf_counter()
@@ -410,16 +379,11 @@ class ReplicaGraphs:
             receivers: Receivers = {self.parameters.collector: sums.add}
             for group, contributions in zip(self.inputs, of_inputs, strict=True):
                 receivers[group.collector] = partial(_append, contributions)
-            of_earlier: list[list[Contribution]] = [[] for _ in earlier]
-            for collector, contributions in zip(earlier, of_earlier, strict=True):
-                receivers[collector] = partial(_append, contributions)
             with while_running(while_backward_runs):
                 run(backward_of)
             if timeline.recording:
                 timeline.mark(timeline.REDUCE)
             of_parameters = sums.end()
-        for collector, contributions in zip(earlier, of_earlier, strict=True):
-            collector.add_of_later(contributions)
         if self.leaves:
             _keep_for_reader(of_leaves)
         return [
@@ -462,7 +426,7 @@ class ReplicaGraphs:
             for k, each in inputs.items():
                 if (tensor := each.tensors[i]) is not None and tensor.requires_grad:
                     places.setdefault(id(tensor), (tensor, k, i))
-        with engine.seen_by_backward(receivers):
+        with engine.seen_by_backward({**receivers, OF_REPLICAS: True}):
             tensors = [tensor for tensor, _, _ in places.values()]
             results = compute([end for end, _ in ends], tensors, [grad for _, grad in ends])
         for (_, k, i), gradient in zip(places.values(), results, strict=True):
@@ -480,11 +444,7 @@ class ReplicaGraphs:
         """Run backward with create_graph=True; return its graphs, and the gradients that are wanted, None without.
 
         Args: as for `backward` and `_gradients`; `wanted` are the numbers of inputs, or `of_outputs`.
-
-        Raises:
-            RuntimeError: the graphs go on into those of an earlier forward.
         """
-        self._check_ends_here("create_graph=True")
         if of_outputs:
             inputs = self._outputs_on_way(wanted, output_grads)
         else:

@@ -14,7 +14,6 @@ from torch import nn
 from unisono.autograd.broadcast import CoalescedBroadcast
 from unisono.autograd.linked import LinkedParameters, link_parameters, own_parameter
 from unisono.leftovers.attributes import (
-    attribute_dicts_of,
     counts,
     has_rows,
     ids_of_leaves,
@@ -36,7 +35,15 @@ from unisono.leftovers.shared import SharedWrites
 from unisono.leftovers.written_parameters import WrittenParameters, in_each
 from unisono.primitives import pytree
 from unisono.primitives.blueprint import Blueprint, unlinked_at_deletion
-from unisono.primitives.change_tracking import GONE, Change, ContainerSnapshot, DictSnapshot, TensorSnapshot, fill
+from unisono.primitives.change_tracking import (
+    GONE,
+    Change,
+    ContainerSnapshot,
+    DictSnapshot,
+    TensorSnapshot,
+    attribute_dicts,
+    fill,
+)
 from unisono.primitives.visitor import INERT
 from unisono.runtime import devices as _devices
 from unisono.runtime.buckets import BUCKET_BYTES, SHARED_BUCKET_BYTES, BucketPlan, is_plain
@@ -182,7 +189,7 @@ class Replicas:
         self._modules = [module for replica in each for module in replica.modules]
         self.rows: Sequence[int] = ()
         self.run_whole = self.is_only = False
-        self._dicts = DictSnapshot(attribute_dicts_of(self._modules))
+        self._dicts = DictSnapshot(attribute_dicts(self._modules))
         if self.is_remote:
             self._take_assigned(0)
         if returns_to is None:
@@ -224,11 +231,6 @@ class Replicas:
         if self.are_unchanged():
             return True
         self._dicts.restore()
-        self._rebound.restore()
-        self._tensors.restore_attributes()
-        for module, cls in zip(self._modules, self._classes, strict=True):
-            if type(module) is not cls:
-                module.__class__ = cls
         return self.are_unchanged()
 
     def assigned(self, outputs: Sequence[Any] = ()) -> list[Change]:
@@ -317,11 +319,6 @@ class Replicas:
         with torch.set_grad_enabled(False):
             for own, live in self._buffers:
                 foreach.copy_all_in_place(own, live)
-
-    @property
-    def are_in_use(self) -> bool:
-        """Whether a graph of theirs is left."""
-        return self._kept is not None
 
     def give_back(self) -> None:
         """Let a later forward use them. To be called when no graph of theirs is left.

@@ -7,8 +7,8 @@ caller's thread. From these its graphs are made anew, and then the backward runs
 that takes no longer than one of them would, and their sums begin anew, too.
 
 The replica that ran out of memory then runs its shard in parts of half as many rows (parts.py). How many rows fit in
-each replica's memory, by its number, is remembered in `row_limits`, which belongs to the model's `StepMemory`. Each
-time it is logged why a step was run again, and what that took.
+each replica's memory, by its number, is remembered in `row_limits`, which belongs to the model's `StepMemory`. The log
+says each time why a step was run again, and what that took.
 
 Assumes that forward has no effects outside the module: they happen twice. The random numbers of `random` and `numpy`
 are not repeated.
@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import chain, compress
 from operator import attrgetter
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -41,8 +41,8 @@ T = TypeVar("T")
 _requires_grad = attrgetter("requires_grad")
 
 _CHANGED = (
-    "the step was not rerun: {number} parameters changed between forward and backward (an optimizer step?), "
-    "so forward would give other outputs"
+    "the step was not rerun: {number} parameters changed between forward and backward (an optimizer step, or "
+    "requires_grad), so forward would give other outputs"
 )
 _AGAIN = "%s\nThe step was rerun, which took %.2f s."
 _OTHER_IN_PARTS = (
@@ -92,38 +92,6 @@ def run_rescued(
             return result
 
 
-class Repeatable(NamedTuple):
-    """Graphs that can be made anew, and whose backward can therefore be run again."""
-
-    # As in `run_rescued`.
-    row_limits: dict[int, int]
-    plan: StepPlan
-    module: nn.Module
-    renew: Callable[[ReplicaGraphs], None]  # makes the graphs that it is given anew
-    why_not: Callable[[], str | None]  # tells why they cannot be made anew, if that is so
-
-    def run(self, graphs: ReplicaGraphs, backward: Callable[[], T]) -> T:
-        """Run a backward of the graphs, again after each time that a replica has run out of memory."""
-
-        def run(has_failed: bool) -> T:
-            if has_failed:
-                self.renew(graphs)
-            return backward()
-
-        return run_rescued(self.row_limits, self.plan, self.module, run, self.why_not)
-
-    def of_gradients(self, graphs: ReplicaGraphs, make: Callable[[], ReplicaGraphs]) -> "Repeatable":
-        """Return that of the graphs of the gradients of `graphs`, which `make` makes."""
-
-        def renew(higher: ReplicaGraphs) -> None:
-            higher.drop()
-            self.renew(graphs)
-            with torch.enable_grad():
-                higher.take_from(make())
-
-        return self._replace(renew=renew)
-
-
 class Replay:
     """What a forward began with, and how to make its graphs anew.
 
@@ -161,9 +129,15 @@ class Replay:
         self._buffers = buffers
         self._graphs: ReplicaGraphs | None = None  # those that failed
 
-    def repeatable(self) -> Repeatable:
-        """Return what runs a backward of the forward's graphs again."""
-        return Repeatable(self._row_limits, self._call.plan, self._module, self._renew, self._why_not)
+    def run(self, graphs: ReplicaGraphs, backward: Callable[[], T]) -> T:
+        """Run a backward of the forward's graphs, again after each time that a replica has run out of memory."""
+
+        def run(has_failed: bool) -> T:
+            if has_failed:
+                self._renew(graphs)
+            return backward()
+
+        return run_rescued(self._row_limits, self._call.plan, self._module, run, self._why_not)
 
     def forward_has_run(self) -> None:
         """Take note of the parameters with which it ran."""
@@ -176,8 +150,9 @@ class Replay:
 
     def _why_not(self) -> str | None:
         changed = [k for k, version in enumerate(_versions(self._trained)) if version != self._versions[k]]
-        if changed:
-            return _CHANGED.format(number=len(changed))
+        switched = [p for p, flag in zip(self._parameters, self._flags, strict=True) if p.requires_grad != flag]
+        if changed or switched:
+            return _CHANGED.format(number=len(changed) or len(switched))
         return None
 
     def _renew(self, graphs: ReplicaGraphs) -> None:
@@ -187,9 +162,8 @@ class Replay:
         buffers = [*chain(*self._buffers.buffers)]
         wait_for_makers(self._streams, [*self._made, *chain(*self._buffers.before)])
         random, values = _devices.random_states(self._call.plan.devices), foreach.clones(buffers)
-        flags, attributes = [*map(_requires_grad, self._parameters)], restore(self._dicts, self._attributes)
+        attributes = restore(self._dicts, self._attributes)
         try:
-            _set_flags(self._parameters, self._flags)
             _devices.set_random_states(self._random, self._call.plan.devices)
             self._buffers.restore()
             with self._thread.applied():
@@ -198,7 +172,6 @@ class Replay:
             self._graphs = None
             write_values(buffers, values)
             _devices.set_random_states(random, self._call.plan.devices)
-            _set_flags(self._parameters, flags)
             for target, items in attributes:
                 fill(target, items)
 
@@ -206,12 +179,6 @@ class Replay:
 def _versions(tensors: Sequence[torch.Tensor]) -> list[Any]:
     """Return what changes when a tensor's values or memory change; in C, because a module has many parameters."""
     return [*zip(map(attrgetter("_version"), tensors), map(torch.Tensor.data_ptr, tensors), strict=True)]
-
-
-def _set_flags(parameters: Sequence[torch.Tensor], flags: Sequence[bool]) -> None:
-    for parameter, flag in zip(parameters, flags, strict=True):
-        if parameter.requires_grad != flag:
-            parameter.requires_grad_(flag)
 
 
 def _lower_limits(row_limits: dict[int, int], plan: StepPlan, module: nn.Module, error: Exception) -> str | None:

@@ -45,7 +45,7 @@ from unisono.engines.shards import Shards
 from unisono.engines.step_memory import StepMemory, freeze
 from unisono.engines.step_plan import Call, StepPlan, called
 from unisono.leftovers.buffers import BuffersInBackward, histories
-from unisono.leftovers.first_steps import NOT_SYNCHRONISED, Look, ScriptedBatchNorm
+from unisono.leftovers.first_steps import NOT_SYNCHRONISED, AtEnd, Look, refuse_scripted_batch_norm
 from unisono.leftovers.shared import Search, SharedWrites
 from unisono.leftovers.written_parameters import LookAtParameters
 from unisono.primitives.blueprint import Blueprint, collector_paused
@@ -90,28 +90,16 @@ _OPTIMIZER_INSIDE = (
     "step once in each replica. Return the loss from forward; make the optimizer, call backward and step "
     "outside."
 )
-_TRACED_PARAMETER = (
-    "a replica's parameters are not leaves, so torch.fx cannot trace a function that uses them, as "
-    "torch.func.linearize and make_fx do. In forward, write torch.func.jvp(function, (x,), (tangent,))[1] "
-    "instead of linearize."
-)
 _OPEN_LEVEL = (
     "torch has one level of forward-mode differentiation, for all threads, and one is open: forward, or the program "
     "before it, has begun it (enter_dual_level) and not ended it. In forward, and around it, write "
     "`with torch.autograd.forward_ad.dual_level():`, without one inside another."
 )
-_GIVEN_WITH_HISTORY = (
-    "a backward inside forward reaches an input that was computed from other tensors, and each replica passes through "
-    "what has computed it: in forward, write backward(retain_graph=True). Where that input's gradient is not needed, "
-    "give the wrapper x.detach()."
-)
-_SECOND_TIME = "backward through the graph a second time"  # torch's words
 # What is added to torch's errors, by a part of their text.
 NOTES = {
     "Nested forward mode AD": _OPEN_LEVEL,
     "requires_grad flags of leaf": _ASSIGNED_FLAG,
     "can't optimize a non-leaf Tensor": _OPTIMIZER_INSIDE,
-    "Cannot assign non-leaf Tensor to parameter '_param_constant": _TRACED_PARAMETER,
 }
 
 # torch warns where `.grad` of a tensor that is no leaf is read, as torch.compile does. A replica's parameters have one.
@@ -276,8 +264,6 @@ class Step:
         replicas.is_only = plan.in_one_graph
         is_as_before = not replicas.are_new and replicas.attributes.is_current()
         self._kept = [] if is_as_before else replicas.assigned(outputs)
-        if self._memory.written and not inside_replica():
-            self._pass_on_written()
         if timeline.recording:
             timeline.mark(timeline.GATHER)
         is_summed = self._call.sync_context is not None and self._tracked
@@ -332,17 +318,6 @@ class Step:
         for text, note in NOTES.items():
             if text in text_of(error):
                 add_note(error, note)
-        if _SECOND_TIME in text_of(error) and not all([live.is_leaf for live, _ in self._reached]):
-            add_note(error, _GIVEN_WITH_HISTORY)
-
-    def _pass_on_written(self) -> None:
-        """Give the parameters that this forward has written to the graphs of earlier ones, which wait for backward."""
-        writing = self._memory.writing
-        for earlier in [*writing]:
-            if earlier is not self._replicas and earlier.are_in_use:
-                earlier.written.follow(self._memory.written)
-        if self._tracked:
-            writing.add(self._replicas)
 
     def _looks(self) -> list[Look]:
         """Return what looks at this forward; in a steady step only at parameters that it writes."""
@@ -365,7 +340,7 @@ class Step:
             return [counted]
         looks: list[Look] = []
         if self._synchronises():
-            looks.append(ScriptedBatchNorm(self._replicas.roots[0]))
+            looks.append(AtEnd(partial(refuse_scripted_batch_norm, self._replicas.roots[0])))
         if self._normalises_shards():
             looks.append(first_steps.batch_norm(self._replicas.roots[0], in_one_process=len(plan.devices) > 1))
         if not plan.has_several:
@@ -470,8 +445,6 @@ class Step:
     def _graphs(self, captured: CapturedTensors, outputs: list[BoundaryTensor]) -> ReplicaGraphs:
         """Return the replica graphs behind the replicas' outputs, with all that their backwards need."""
         plan, call, parameters = self._plan, self._call, self._replicas.linked
-        for collector, _ in captured.earlier:
-            collector.is_earlier = True
         parameters.sum_over_ranks(call.sync_context)
         if captured.has_checkpoint:
             self._buffers_in_backward = self._replicas.buffers_in_backward(self._pool.source)
@@ -488,11 +461,10 @@ class Step:
             outputs=outputs,
             captured=captured,
             passes=self._passes,
-            keep=(self._tracked and plan.carries_objects) or bool(captured.earlier),
             on_release=self._replicas.end_backward,
             on_backward=self._replicas.backward_has_run if self._replicas.writes is not None else None,
             sync_context=call.sync_context,
-            replay=None if self._replay is None or self._again is not None else self._replay.repeatable(),
+            replay=self._replay if self._again is None else None,
             step=self._step,
             is_in_parts=self._is_in_parts,
             buffers=self._buffers_in_backward,

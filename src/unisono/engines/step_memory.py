@@ -4,7 +4,6 @@ Assumes that the module does not change while a forward runs. Calls from several
 of its own.
 """
 
-import weakref
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -15,7 +14,7 @@ from torch import nn
 from unisono.autograd.graph_search import GraphSearch
 from unisono.engines.compile_lock import CompileLock
 from unisono.engines.lanes import Lane, LaneCall, open_lanes
-from unisono.engines.replica import ReplicaPool, Replicas
+from unisono.engines.replica import ReplicaPool
 from unisono.leftovers.first_steps import FirstSteps
 from unisono.primitives.blueprint import Blueprint
 from unisono.primitives.replicate import check_device
@@ -31,7 +30,6 @@ class StepMemory:
     Attributes:
         row_limits: how many rows fit in each replica's memory, by its number, as far as rescues have shown.
         written: the numbers of the parameters that forwards write (see `LookAtParameters`).
-        writing: the replicas of forwards that have written.
         search: finds tensors in replica graphs that are not the replicas' own.
         first_steps: looks for what is looked for in the first steps of a structure.
         compile_lock: the model's.
@@ -42,7 +40,6 @@ class StepMemory:
     def __init__(self) -> None:
         self.row_limits: dict[int, int] = {}
         self.written: set[int] = set()
-        self.writing: weakref.WeakSet[Replicas] = weakref.WeakSet()
         self.search = GraphSearch()
         self.first_steps = FirstSteps()
         self.compile_lock = CompileLock()

@@ -58,8 +58,8 @@ class StepPlan:
     is_timed: bool
     in_one_graph: bool  # whether the only replica's graph may be a part of the caller's (autograd/one_graph.py)
     has_several: bool  # whether the module, or a part of it, runs several times
-    # Whether an input is an object of an unknown class. Every replica gets the same object. Through a tensor in it the
-    # replicas' graphs may share nodes, which no replica's backward may free.
+    # Whether an input is an object of an unknown class. Every replica gets the same object, in which the next step may
+    # find other tensors.
     carries_objects: bool
     structure: Hashable  # equal for steps that build the same graph, as far as modules and inputs tell
     counts_as: Hashable  # under which the first steps of that structure are counted

@@ -27,8 +27,15 @@ from torch import nn
 
 from unisono.leftovers.shared import function_of
 from unisono.primitives import pytree
-from unisono.primitives.blueprint import HOOKS, STAMPED
-from unisono.primitives.change_tracking import GONE, Change, DictSnapshot
+from unisono.primitives.change_tracking import (
+    GONE,
+    HOOKS,
+    OF_EVERY_MODULE,
+    STAMPED,
+    Change,
+    DictSnapshot,
+    attribute_dicts,
+)
 from unisono.primitives.object_state import is_equal
 from unisono.primitives.references import references
 from unisono.primitives.visitor import INERT, LARGE, Place, Step, held, references_of, visit
@@ -37,17 +44,11 @@ from unisono.runtime.torch_private import graph_nodes
 
 _CLOCKS = (time.time, time.monotonic, time.perf_counter)
 _LONGEST_S = 10.0  # between the moment when forward has read a clock, and this comparison
-_OF_EVERY_MODULE = {*nn.Module().__dict__} - {"training"}
 # Of torch's own classes, the attributes that follow from others: they are assigned again where they are used.
 DERIVED = {"_flat_weights", "_flat_weight_refs"}
+_NOT_ASSIGNED = OF_EVERY_MODULE - {"training"}
 _NUMBERS = (int, float, complex)
 _parameters, _is_none = attrgetter("_parameters"), functools.partial(is_, None)
-
-
-def attribute_dicts_of(modules: Sequence[nn.Module]) -> list[dict[Any, Any]]:
-    """Return the dicts of replicas' modules that end with their forward: attributes, registries and hooks, by kind."""
-    registries = (module.__dict__.get(name) for name in STAMPED for module in modules)
-    return [*[m.__dict__ for m in modules], *[each if isinstance(each, dict) else {} for each in registries]]
 
 
 def told_apart(
@@ -73,7 +74,7 @@ def told_apart(
     unread: list[Change] = []
     for number, key, value in changes:
         module, old = replicas[0][number], before[number].get(key, GONE)
-        if key in _OF_EVERY_MODULE or isinstance(module, torch.jit.ScriptModule) or _is_computed(module, key):
+        if key in _NOT_ASSIGNED or isinstance(module, torch.jit.ScriptModule) or _is_computed(module, key):
             continue
         if isinstance(getattr(type(module), key, None), functools.cached_property) or is_equal(old, value):
             continue
@@ -102,7 +103,7 @@ def kept_of_only(
     lost: list[Change] = []
     for number, key, value in changes:
         module, old = modules[number], before[number].get(key, GONE)
-        if key in _OF_EVERY_MODULE or isinstance(module, torch.jit.ScriptModule) or _is_computed(module, key):
+        if key in _NOT_ASSIGNED or isinstance(module, torch.jit.ScriptModule) or _is_computed(module, key):
             continue
         if id(value) in own:
             kept.append((number, key, own[id(value)]))
@@ -199,7 +200,7 @@ class AnyReplicas:
         self.modules = [[each[path] for path in common] for each in by_path]
         is_live = any(a is b for a, b in zip(self.live_modules, self.modules[0] if self.modules else (), strict=False))
         self._each = [] if is_live else [module for modules in self.modules for module in modules]
-        self._dicts, self._num_hooks = DictSnapshot(attribute_dicts_of(self._each)), num_hooks_of(self._each)
+        self._dicts, self._num_hooks = DictSnapshot(attribute_dicts(self._each)), num_hooks_of(self._each)
 
     def commit(self, rows: Collection[int], outputs: Sequence[Any]) -> Iterator[str]:
         """Give the module what all replicas have set alike; yield the paths of what is lost."""
@@ -255,7 +256,7 @@ def registered(snapshot: DictSnapshot, modules: Sequence[nn.Module], names: Sequ
     """Yield the path of each layer, parameter and hook that forward has registered since a snapshot.
 
     Args:
-        snapshot: of `attribute_dicts_of(modules)`.
+        snapshot: of `attribute_dicts(modules)`.
         names: of the modules.
     """
     for module, name in zip(modules, names, strict=True):
@@ -286,7 +287,7 @@ def keep_hooks(
     the replicas. Then no attribute may be kept: it may be the flag that they are there.
 
     Args:
-        snapshot: of `attribute_dicts_of(modules)`.
+        snapshot: of `attribute_dicts(modules)`.
         modules: of all replicas, one replica after the other.
         num_hooks: how many their parameters had before.
     """

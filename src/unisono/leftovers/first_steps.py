@@ -11,7 +11,7 @@ A structure is that of a model's modules and of its inputs: a steady step looks 
 """
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -52,6 +52,19 @@ class Look(Protocol):
         Args:
             outputs: of the replicas.
         """
+
+
+class AtEnd:
+    """A look that calls a function when a forward has run."""
+
+    def __init__(self, function: Callable[[], object]) -> None:
+        self._function = function
+
+    def begin(self) -> None:
+        pass
+
+    def end(self, _: Sequence[Any] = (), /) -> None:
+        self._function()
 
 
 class FirstSteps:
@@ -96,7 +109,7 @@ class FirstSteps:
         writes = SharedWrites(add, add_hooks, search, devices, is_first=is_first)
         looks: list[Look] = [_Draws(self.leftovers, search, inputs, only_these=beside_others), writes]
         if in_threads:
-            looks.append(_ValuesOfOneThread(self.leftovers, ThreadLocals(search)))
+            looks.append(AtEnd(partial(self._look_at_thread_locals, ThreadLocals(search))))
         return looks if structure is None else [*looks, self.counted(structure)]
 
     def is_first(self, structure: Hashable) -> bool:
@@ -107,78 +120,52 @@ class FirstSteps:
         """Return what counts a first step when it has run."""
         if len(self._num_past) >= _MOST_STRUCTURES:
             self._num_past.clear()
-        return _Counted(self._num_past, structure)
+        return AtEnd(partial(self._num_past.update, [structure]))
 
-    def batch_norm(self, replica: nn.Module, *, in_one_process: bool = False) -> Look:
-        """Return what warns of a batch norm that normalises the rows of one replica only."""
-        return _BatchNormPerShard(self.warnings, replica, in_one_process=in_one_process)
+    def _look_at_thread_locals(self, thread_locals: ThreadLocals) -> None:
+        """Have the calling thread compare what it has in each `threading.local` with what other threads have."""
+        if thread_locals.places:
+            self.leftovers.of_caller, self.leftovers.has_more = thread_locals.only_here, True
+
+    def batch_norm(self, root: nn.Module, *, in_one_process: bool = False) -> Look:
+        """Return what warns of a batch norm that has normalised the rows of one replica only.
+
+        Args:
+            root: a replica: forward may have switched its modes.
+            in_one_process: whether there are several replicas in this process. Else other processes have the others,
+                which a `torch.nn.SyncBatchNorm` reaches by itself.
+        """
+        return AtEnd(partial(self._look_at_batch_norms, root, in_one_process))
+
+    def _look_at_batch_norms(self, root: nn.Module, in_one_process: bool) -> None:
+        for path, module in root.named_modules():
+            if not isinstance(module, _BatchNorm) or not takes_statistics(module):
+                continue
+            if in_one_process or not isinstance(module, nn.SyncBatchNorm):
+                kind = type(module).__name__
+                self.warnings.give(_PER_SHARD.format(layer=f"layer {path!r} ({kind})" if path else kind), _BATCH_NORM)
+                return
 
     def say_of_functional_batch_norm(self) -> None:
         """Warn of a batch norm that was found in a replica's graph; the look at its layers may have done so already."""
         self.warnings.give(_PER_SHARD.format(layer="torch.nn.functional.batch_norm"), _BATCH_NORM)
 
 
-class _Counted:
-    """Counts a step of a structure."""
-
-    def __init__(self, num_past: Counter[Hashable], structure: Hashable) -> None:
-        self._num_past, self._structure = num_past, structure
-
-    def begin(self) -> None:
-        pass
-
-    def end(self, _: Sequence[Any] = (), /) -> None:
-        self._num_past[self._structure] += 1
-
-
-class _BatchNormPerShard:
-    """Warns of a batch norm that has normalised the rows of one replica only.
-
-    Args:
-        root: a replica: forward may have switched its modes.
-        in_one_process: whether there are several replicas in this process. Else other processes have the others,
-            which a `torch.nn.SyncBatchNorm` reaches by itself.
-    """
-
-    def __init__(self, warnings: ModelWarnings, root: nn.Module, *, in_one_process: bool) -> None:
-        self._warnings, self._root, self._in_one_process = warnings, root, in_one_process
-
-    def begin(self) -> None:
-        pass
-
-    def end(self, _: Sequence[Any] = (), /) -> None:
-        for path, module in self._root.named_modules():
-            if not isinstance(module, _BatchNorm) or not takes_statistics(module):
-                continue
-            if self._in_one_process or not isinstance(module, nn.SyncBatchNorm):
-                kind = type(module).__name__
-                self._warnings.give(_PER_SHARD.format(layer=f"layer {path!r} ({kind})" if path else kind), _BATCH_NORM)
-                return
-
-
-class ScriptedBatchNorm:
-    """Refuses a forward in which a scripted batch norm normalises the rows of one replica only.
+def refuse_scripted_batch_norm(root: nn.Module) -> None:
+    """Refuse a forward in which a scripted batch norm normalises the rows of one replica only.
 
     Without gradients no graph shows it; with gradients the graph shows calls of the function, too.
 
     Args:
         root: a replica.
     """
-
-    def __init__(self, root: nn.Module) -> None:
-        self._root = root
-
-    def begin(self) -> None:
-        pass
-
-    def end(self, _: Sequence[Any] = (), /) -> None:
-        for path, module in self._root.named_modules():
-            if isinstance(module, torch.jit.ScriptModule):
-                training = torchscript.batch_norms_in_script(module)
-                layers = [each for each in module.modules() if getattr(each, "original_name", "") in _SCRIPTED]
-                if True in training or (None in training and any(map(takes_statistics, layers))):
-                    where = f" in {path!r}" if path else ""
-                    raise RuntimeError(NOT_SYNCHRONISED.format(layer=f"A scripted batch norm{where}"))
+    for path, module in root.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            training = torchscript.batch_norms_in_script(module)
+            layers = [each for each in module.modules() if getattr(each, "original_name", "") in _SCRIPTED]
+            if True in training or (None in training and any(map(takes_statistics, layers))):
+                where = f" in {path!r}" if path else ""
+                raise RuntimeError(NOT_SYNCHRONISED.format(layer=f"A scripted batch norm{where}"))
 
 
 class _Draws:
@@ -200,20 +187,6 @@ class _Draws:
     def end(self, _: Sequence[Any] = (), /) -> None:
         if moved := [each for each in self._states.moved() if each == OWN or not self._only_these]:
             self._leftovers.add(Kind.DRAWS, [moved[0][0].upper() + moved[0][1:], *moved[1:]])
-
-
-class _ValuesOfOneThread:
-    """Has the calling thread compare what it has in each `threading.local` with what other threads have."""
-
-    def __init__(self, leftovers: Leftovers, thread_locals: ThreadLocals) -> None:
-        self._leftovers, self._thread_locals = leftovers, thread_locals
-
-    def begin(self) -> None:
-        pass
-
-    def end(self, _: Sequence[Any] = (), /) -> None:
-        if self._thread_locals.places:
-            self._leftovers.of_caller, self._leftovers.has_more = self._thread_locals.only_here, True
 
 
 _BATCH_NORM = "batch norm"

@@ -34,8 +34,7 @@ def generators_among(values: Iterable[Any]) -> list[Any]:
     of_numpy = (numpy.random.Generator, numpy.random.RandomState) if hasattr(numpy, "random") else ()
     of_process = _of_process()
     found = {id(each): each for each in values if issubclass(type(each), (torch.Generator, random.Random, *of_numpy))}
-    # One of the system has no state.
-    return [each for each in found.values() if each not in of_process and not isinstance(each, random.SystemRandom)]
+    return [each for each in found.values() if each not in of_process]
 
 
 def _of_process() -> list[Any]:

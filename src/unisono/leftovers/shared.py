@@ -8,18 +8,14 @@ differs after the forward. One search finds it, in the first steps of a structur
     inside      entries of containers, attributes of objects, variables around functions and those of their file that
                 they name; of tensors the version, of small arrays the bytes
 
-`verify` also searches what a program rarely writes into: attributes of classes, other files, values of the thread and
-of the context, iterators, and texts.
+`verify` also searches what a program rarely writes into: attributes of classes, and variables of other files.
 
 An entry that is added to a dict, or put in the place of None, is taken for a cache; if a later step replaces it by
 another value, it is none.
 """
 
 import contextlib
-import contextvars
 import functools
-import io
-import itertools
 import sys
 import threading
 import types
@@ -27,15 +23,13 @@ import zlib
 from array import array
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from operator import length_hint
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from unisono.primitives.blueprint import HOOKS
-from unisono.primitives.change_tracking import GONE
+from unisono.primitives.change_tracking import GONE, HOOKS, OF_EVERY_MODULE
 from unisono.primitives.object_state import is_equal
 from unisono.primitives.references import MODES
 from unisono.primitives.visitor import (
@@ -60,9 +54,7 @@ _NOT_THE_USERS = {"torch", "unisono", *sys.stdlib_module_names} - {"__main__"}
 # Objects of these packages are no state.
 _SERVICES = {"torch", "unisono", "logging", "threading", "_thread", "concurrent", "multiprocessing", "asyncio"}
 _LARGE_BYTES = 2**24  # of an array
-_OF_EVERY_MODULE = frozenset(nn.Module().__dict__)
 _SKIPPED = INERT - {type}
-_TEXTS = (io.StringIO, io.BytesIO)
 
 
 def codes_of(code: types.CodeType) -> Iterator[types.CodeType]:
@@ -143,7 +135,7 @@ class Search:
         roots = [*self._hooks(modules, names, observers)]
         for module, name in zip(modules, names, strict=True):
             for key, value in [*module.__dict__.items()]:
-                if key not in _OF_EVERY_MODULE and not is_a(value, nn.Module):
+                if key not in OF_EVERY_MODULE and not is_a(value, nn.Module):
                     roots.append(Place(value, f"{name}.{key}" if name else key))
         for cls in dict.fromkeys(cls for module in modules for cls in type(module).__mro__):
             if name_of_file(cls.__module__):
@@ -214,7 +206,7 @@ class Search:
                 yield ("", None), value._version
         elif is_a(value, nn.Module):
             for name, each in [*value.__dict__.items()]:
-                if name not in _OF_EVERY_MODULE or name == "_buffers":
+                if name not in OF_EVERY_MODULE or name == "_buffers":
                     yield (".{}", name), each
         elif (number := num_entries(value)) is not None:
             yield from entries(value)
@@ -234,8 +226,6 @@ class Search:
                 for name, each in [*vars(value).items()]:
                     if not (name.startswith("__") or hasattr(type(each), "__get__")):
                         yield (f"={value.__name__}.{{}}", name), each
-        elif self.is_thorough and (rare := _state_of_rare(value)) is not None:
-            yield ("", value), rare
         elif _top_package(type(value).__module__) not in _SERVICES:
             attributes = attributes_of(value)
             if any(is_a(each, threading.Thread) and threading.Thread.is_alive(each) for each in attributes.values()):
@@ -261,34 +251,6 @@ class Search:
                     for key, of_other in [*vars(each).items()]:
                         if not key.startswith("__"):
                             yield (f"={{}} (global of {other})", key), of_other
-            if self.is_thorough and "globals" in code.co_names:
-                names = [each for each in code.co_consts if type(each) is str and each in variables]
-                yield from (((f"={{}} (global of {file})", name), variables[name]) for name in names)
-
-
-class _Sequence:
-    def __getitem__(self, index: int) -> int:
-        raise IndexError
-
-
-_OVER_SEQUENCES = (type(iter(_Sequence())), reversed)
-
-
-def _state_of_rare(value: Any) -> Any:
-    """Return what writes into a value change, where programs rarely write; None if it is of another kind."""
-    if is_a(value, _TEXTS):
-        return value.tell()
-    if type(value) is contextvars.ContextVar:
-        return value.get(GONE)
-    if type(value) is threading.local:  # of the caller's thread, which runs the first replica
-        return (*map(id, vars(value).values()), *vars(value))
-    if type(value) in _OVER_SEQUENCES:  # their length is that of a sequence of any class
-        return [*value.__reduce__()[2:], -1][0]
-    if type(value) is itertools.count:
-        return zlib.crc32(repr(value).encode())
-    if type(value).__module__ in ("builtins", "itertools") and is_a(value, Iterator):
-        return length_hint(value, 0)
-    return None
 
 
 class SharedWrites:

@@ -20,7 +20,7 @@ values, however often. Rows that a copy has shortened are shortened in the live 
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from operator import attrgetter, itemgetter
+from operator import attrgetter
 from typing import Any, Self, TypeAlias
 
 import torch
@@ -30,7 +30,7 @@ from unisono.runtime import devices as _devices
 from unisono.runtime.buckets import is_plain
 from unisono.runtime.rng import shortened_rows
 
-_version, _node = attrgetter("_version"), attrgetter("grad_fn")
+_version = attrgetter("_version")
 _WRITTEN = (
     "forward has written into {names}, {times}. Make what forward updates a buffer (register_buffer; the first "
     "replica's updates are kept), or update it outside forward, in model.module. To initialise from the first batch, "
@@ -42,7 +42,6 @@ _LATE = (
     "first step on, or put the old values back (load_state_dict) and go on, and what all write alike counts once"
 )
 _DIFFER = "with other values in each replica: they are computed from its rows, or drawn"
-_RECORDED = "and autograd has recorded that: write under torch.no_grad()"
 _ROUNDINGS, _FINE = 16, 1e-6
 
 NameOf: TypeAlias = Callable[[torch.Tensor], str]
@@ -84,7 +83,6 @@ class WrittenParameters:
     ) -> None:
         self._root, self._name_of, self._times = root, name_of, times
         self._live, self._copies, self._own, self.num_here = live, copies, own, num_here
-        self._nodes = [*map(_node, map(itemgetter(1), [*own, *copies]))]
         of_live: list[tuple[torch.Tensor | None, torch.Tensor]] = [(None, tensor) for tensor in live]
         self._watched = [(of, tensor) for of, tensor in [*of_live, *copies] if not tensor.is_inference()]
         self._tensors = [tensor for _, tensor in self._watched]
@@ -164,7 +162,7 @@ class WrittenParameters:
             may_differ: whether it is no error where no counter has seen that replicas have written other values.
 
         Raises:
-            RuntimeError: replicas have written other values, or into one memory, or with gradients on.
+            RuntimeError: replicas have written other values, or into one memory.
         """
         here = {id(live): tensor for live, tensor in reversed(self._own)}
         copies: dict[int, list[torch.Tensor]] = {}
@@ -174,12 +172,6 @@ class WrittenParameters:
         each = [[here.get(id(p), p)] * bool(self.num_here) + copies.get(id(p), []) for p in lives]
         if self.num_here > 1:
             self.raise_if_any(lives, _LATE.format(times=self._times))
-        if each and len(each[0]) > 1:
-            of_replicas = zip([*self._own, *self._copies], self._nodes, strict=True)
-            recorded = [
-                live for (live, own), node in of_replicas if own.grad_fn is not None and own.grad_fn is not node
-            ]
-            self.raise_if_any(recorded, _RECORDED)
         differing = [lives[number] for number in _differing(each)]
         self.raise_if_any(self.counted()[0] if may_differ and differing else differing, _DIFFER)
         for live, (first, *_) in zip(lives, each, strict=True):
@@ -188,13 +180,6 @@ class WrittenParameters:
             elif first.data_ptr() != live.data_ptr():
                 live.data = first.data  # as `.data = ...` has done there
         return lives
-
-    def follow(self, numbers: Collection[int]) -> None:
-        """Let the graphs of these replicas see what a later forward has written, as one device's graphs do."""
-        written = {id(live) for number, live in enumerate(self._live) if number in numbers}
-        for live, own in [*self._own, *self._copies]:
-            if id(live) in written and own.data_ptr() != live.data_ptr():
-                own.data = _devices.copy_to(live.detach(), own.device)
 
     def raise_if_any(self, written: Iterable[torch.Tensor], times: str = "") -> None:
         """Raise RuntimeError if live parameters are `written`; `times` as for the whole."""

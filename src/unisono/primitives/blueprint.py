@@ -26,7 +26,15 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from unisono.primitives.change_tracking import GONE, ChangeTracker, TensorSnapshot, attribute_dicts
+from unisono.primitives.change_tracking import (
+    GONE,
+    HOOK_FLAGS,
+    HOOKS,
+    REGISTRIES,
+    ChangeTracker,
+    TensorSnapshot,
+    attribute_dicts,
+)
 from unisono.primitives.references import (
     MODES,
     is_inert,
@@ -55,12 +63,7 @@ _INDISTINCT = (
     "({devices}) call it. What it stores by module or by device may be of one replica only. Use the hook on "
     "the plain module, model.module, or give each replica its own device."
 )
-_REGISTRIES = ("_parameters", "_buffers", "_modules")
 _UNINITIALIZED = {nn.UninitializedParameter, nn.UninitializedBuffer}
-HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-# Of which hooks are to be called always, or with keyword inputs, by their ids.
-_HOOK_FLAGS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
-STAMPED = (*_REGISTRIES, *HOOKS, *_HOOK_FLAGS)  # the dicts that each replica's modules have of their own
 _is_tracked, _own_attributes = gc.is_tracked, attrgetter("__dict__")
 _new: Any = object.__new__  # of any class, whatever its own __new__ asks for
 _set_dict: Any = nn.Module.__dict__["__dict__"].__set__  # of any class, whatever its __setattr__ does
@@ -307,7 +310,7 @@ class Blueprint:
         return chain.from_iterable([islice(of_module, _NUM_BEFORE_LAST + 1, None) for of_module in values])
 
     @cached_property
-    def attribute_dicts(self) -> list[dict[str, Any]]:
+    def attribute_dicts(self) -> list[dict[Any, Any]]:
         """The dicts that hold what the modules have: attributes, children, parameters, buffers and hooks."""
         return attribute_dicts(self.modules)
 
@@ -336,7 +339,7 @@ class Blueprint:
                 attributes = torchscript.script_parts(module)
             elif self._copied_by_class and type(module) in self._copied_by_class:
                 copied = self._copied_by_class[type(module)](module)
-                attributes = {**copied.__dict__, **{name: attributes[name] for name in _REGISTRIES}}
+                attributes = {**copied.__dict__, **{name: attributes[name] for name in REGISTRIES}}
                 attributes.pop("_is_replica", None)
             attributes["_parameters"] = inside = attributes["_parameters"].copy()
             if inside and parameters_differ:
@@ -350,7 +353,7 @@ class Blueprint:
             if inside:
                 for name, child in inside.items():
                     inside[name] = own.get(id(child), child)
-            for name in (*HOOKS, *_HOOK_FLAGS):
+            for name in (*HOOKS, *HOOK_FLAGS):
                 hooks = attributes[name]
                 attributes[name] = hooks.copy() if hooks else OrderedDict()
             _set_dict(replica, attributes)

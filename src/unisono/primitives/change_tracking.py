@@ -24,6 +24,12 @@ from unisono.runtime.torch_private import tensor_objects
 _MOST = 10_000  # entries of containers that are compared before each forward
 _values = dict.values
 _own_attributes, _requires_grad, _forward = map(attrgetter, ("__dict__", "requires_grad", "forward"))
+OF_EVERY_MODULE = frozenset(nn.Module().__dict__)
+REGISTRIES = ("_parameters", "_buffers", "_modules")
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+# Of which hooks are to be called always, or with keyword inputs, by their ids.
+HOOK_FLAGS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
+STAMPED = (*REGISTRIES, *HOOKS, *HOOK_FLAGS)  # the dicts that each replica's modules have of their own
 _MEMORY: tuple[Callable[[torch.Tensor], Any], ...] = (
     *(torch.Tensor.data_ptr, torch.Tensor.size, torch.Tensor.stride, attrgetter("dtype")),
     *(torch.Tensor.is_conj, torch.Tensor.is_neg),
@@ -37,10 +43,10 @@ class GONE:
 Change: TypeAlias = tuple[int, Any, Any]  # number of the dict, key, new value: GONE if deleted
 
 
-def attribute_dicts(modules: Sequence[nn.Module]) -> list[dict[str, Any]]:
-    """Return the dicts that hold modules' attributes, children, parameters, buffers and hooks."""
-    registries = (map(attrgetter(name), modules) for name in _REGISTRIES if isinstance(_EMPTY.__dict__[name], dict))
-    return [*map(_own_attributes, modules), *chain.from_iterable(registries)]
+def attribute_dicts(modules: Sequence[nn.Module]) -> list[dict[Any, Any]]:
+    """Return the dicts of modules' attributes, and those of their children, parameters, buffers and hooks, by kind."""
+    registries = (module.__dict__.get(name) for name in STAMPED for module in modules)
+    return [*[m.__dict__ for m in modules], *[each if isinstance(each, dict) else {} for each in registries]]
 
 
 class DictSnapshot:
@@ -48,11 +54,7 @@ class DictSnapshot:
 
     def __init__(self, dicts: Sequence[dict[Any, Any]]) -> None:
         self.dicts = dicts
-        self.take()
-
-    def take(self) -> None:
-        """Take the items as they are now."""
-        self.copies = [*map(dict, self.dicts)]
+        self.copies = [*map(dict, dicts)]
         self._number_items()
 
     def _number_items(self) -> None:
@@ -154,10 +156,6 @@ class TensorSnapshot:
             return False
         return self._attributes.is_current() if self._have_attributes else not any(self._attributes.dicts)
 
-    def restore_attributes(self) -> None:
-        """Give the tensors the attributes that they had."""
-        self._attributes.restore()
-
     def _state(self) -> list[Any]:
         tensors = self._tensors
         state = [*map(_requires_grad, tensors), *map(type, tensors)]
@@ -178,26 +176,11 @@ class ContainerSnapshot:
         for _ in _visited(shared, seen):
             pass
         self._containers: list[Any] = [each for each in _visited(values, seen) if not is_a(each, tuple)]
-        self.take()
-
-    def take(self) -> None:
-        """Take what they hold now."""
         self._before = [*map(_items, self._containers)]
 
     def is_current(self) -> bool:
         """Return whether they hold the same objects."""
         return all(map(_same, map(_items, self._containers), self._before))
-
-    def restore(self) -> None:
-        """Give the containers what they held."""
-        for container, before in zip(self._containers, self._before, strict=True):
-            if not _same(_items(container), before):
-                container.clear()
-                if isinstance(container, dict):
-                    half = len(before) // 2
-                    container.update(zip(before[:half], before[half:], strict=True))
-                else:
-                    (container.update if isinstance(container, set) else container.extend)(before)
 
     def take_plain(self) -> bool:
         """Take what they hold now where that is plain values; return whether nothing else has changed."""
@@ -232,25 +215,13 @@ class ChangeTracker:
         self._modules = modules
         self._classes = [*map(type, modules)]
         self._forwards = [*map(_forward, dict.fromkeys(self._classes))]
-        self._attributes = DictSnapshot([module.__dict__ for module in modules])
-        registries: list[dict[Any, Any]] = []
-        self._name_sets: list[set[str]] = []
-        values: list[Any] = []
-        for attributes in self._attributes.dicts:
-            for name, value in attributes.items():
-                if name in _REGISTRIES and isinstance(value, dict):
-                    registries.append(value)
-                elif name in _REGISTRIES:
-                    self._name_sets.append(value)
-                elif type(value) not in INERT:
-                    values.append(value)
-        self._registries = DictSnapshot(registries)
-        self._name_sets_before = [*map(set, self._name_sets)]
-        self._containers = ContainerSnapshot(values)
+        self._dicts = DictSnapshot(attribute_dicts(modules))
+        others = (item for module in modules for item in module.__dict__.items() if item[0] not in OF_EVERY_MODULE)
+        self._containers = ContainerSnapshot([value for _, value in others if type(value) not in INERT])
 
     def put(self, number: int, name: str, value: Any) -> None:
         """Take an attribute of one module as if it had been there before; `GONE`: as if it had not."""
-        self._attributes.put(number, name, value)
+        self._dicts.put(number, name, value)
 
     def is_current(self) -> bool:
         """Return whether nothing changed that a replica would not see by itself.
@@ -259,18 +230,11 @@ class ChangeTracker:
         """
         classes = [*map(type, self._modules)]
         return (
-            self._attributes.is_current()
-            and self._registries.is_current()
-            and self._name_sets == self._name_sets_before
+            self._dicts.is_current()
             and classes == self._classes
             and [*map(_forward, dict.fromkeys(classes))] == self._forwards
             and self._containers.take_plain()
         )
-
-
-# The attributes of nn.Module that are containers.
-_EMPTY = nn.Module()
-_REGISTRIES = frozenset(name for name, value in _EMPTY.__dict__.items() if isinstance(value, dict | set))
 
 
 def _items(container: Any) -> Any:

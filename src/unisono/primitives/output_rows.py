@@ -13,8 +13,7 @@ What is said of each kind of output that no option describes:
 """
 
 import numbers
-from collections import deque
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -151,14 +150,10 @@ def is_own_mean(rule: str, given: Sequence[Any]) -> bool:
 
 
 def _may_have_entries_of_rows(spec: pytree.Spec, sizes: Sequence[int]) -> bool:
-    """Return whether a list, or a dict whose keys number its entries, has as many like entries as each replica rows."""
+    """Return whether a list has as many like entries as each replica rows."""
     if spec.keys is None or {len(spec.specs)} != {*sizes} or not spec.specs:
         return False
-    if isinstance(spec.value, MutableMapping):
-        is_list = [*spec.keys] == [*range(len(spec.specs))]
-    else:
-        is_list = isinstance(spec.value, list | deque)
-    return is_list and len({_form(child) for child in spec.specs if child.value is not None}) <= 1
+    return isinstance(spec.value, list) and len({_form(child) for child in spec.specs if child.value is not None}) <= 1
 
 
 def _form(entry: pytree.Spec) -> Any:

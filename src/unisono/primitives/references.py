@@ -206,8 +206,6 @@ def _rebuilt(value: Any, replacements: Mapping[int, Any], memo: dict[int, Any]) 
         return types.MethodType(value.__func__, new(value.__self__))
     if type(value) is weakref.ref:
         return weakref.ref(new(value()))
-    if isinstance(value, types.MappingProxyType):
-        return types.MappingProxyType({new(key): new(item) for key, item in value.items()})
     kind = kind_of(value)
     items: Iterable[Any]
     if issubclass(kind, dict):

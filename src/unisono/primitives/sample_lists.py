@@ -5,7 +5,6 @@ list of strings. So pictures of several sizes are split along their channels, an
 """
 
 import copy
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, islice
 from typing import Any, TypeVar
@@ -74,7 +73,7 @@ def split_lists(inputs: Spec, name: str, fewest: int = 2) -> list[tuple[str, Spe
 
 
 def _split_lists(spec: Spec, path: str, fewest: int) -> Iterator[tuple[str, Spec]]:
-    are_alike = type(spec.value) in (list, tuple, deque) and len({*map(_form, spec.specs)}) == 1
+    are_alike = type(spec.value) in (list, tuple) and len({*map(_form, spec.specs)}) == 1
     if (
         are_alike
         and len(spec.specs) >= fewest
@@ -101,9 +100,6 @@ def _leaves(spec: Spec) -> Iterator[Any]:
 
 
 def may_be_samples(value: Any) -> bool:
-    """Return whether the entries of a list may belong to rows: integers are a size, layers, or a table of labels."""
-    no_rows: tuple[type, ...] = (int,)
-    entries = [*value] if type(value) in (list, tuple, deque) else []
-    if isinstance(value, dict) and [*value] == [*range(len(value))]:
-        entries, no_rows = [*value.values()], (int, float, str)
-    return any(entry is not None for entry in entries) and not any(isinstance(entry, no_rows) for entry in entries)
+    """Return whether the entries of a list may belong to rows: integers are a size, or layers."""
+    entries = value if type(value) in (list, tuple) else ()
+    return any(entry is not None for entry in entries) and not any(isinstance(entry, int) for entry in entries)

@@ -32,7 +32,7 @@ INERT = frozenset(
 # Containers of exactly these types are compared with what they held (change_tracking.py).
 TRACKED = (dict, OrderedDict, defaultdict, list, set, deque)
 PROXIES = frozenset({weakref.ProxyType, weakref.CallableProxyType})
-CONTAINERS = (dict, types.MappingProxyType, list, tuple, set, frozenset, deque)
+CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 _DESCRIPTORS = (types.GetSetDescriptorType, types.MemberDescriptorType)
 
 Step: TypeAlias = tuple[str, Any]  # its text, with {} for a key, and "=" in front where the path begins anew; the key
@@ -111,7 +111,7 @@ def entries(value: Any) -> list[tuple[Step, Any]]:
     kind = _kind_of(type(value))
     if kind is None or kind.__len__(value) > LARGE:
         return []
-    if kind in (dict, types.MappingProxyType):
+    if kind is dict:
         return [(("[{!r}]" if type(key) in INERT else "[...]", key), each) for key, each in [*kind.items(value)]]
     if kind in (set, frozenset):
         return [(("", each), each) for each in [*kind.__iter__(value)]]
@@ -141,18 +141,13 @@ def dict_of(cls: type) -> Any:
 def filled_slots(value: object) -> Iterator[tuple[str, types.MemberDescriptorType, Any]]:
     """Yield the attributes that an object has in slots of its class (`__slots__`), with the slots."""
     for base in type(value).__mro__:
-        of_base = vars(base)
-        slots = of_base.get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            is_private = name.startswith("__") and not name.endswith("__")
-            attribute = f"_{base.__name__.lstrip('_')}{name}" if is_private else name
-            slot = of_base.get(attribute)
+        for name, slot in [*vars(base).items()] if "__slots__" in vars(base) else ():
             if type(slot) is types.MemberDescriptorType:
                 try:
                     held = slot.__get__(value)
                 except AttributeError:  # it is empty
                     continue
-                yield attribute, slot, held
+                yield name, slot, held
 
 
 def references_of(value: Any) -> list[tuple[Step, Any]]:

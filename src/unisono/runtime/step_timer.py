@@ -8,6 +8,7 @@ times are those of the work and not of queueing it.
 
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -23,7 +24,7 @@ def watch_backwards(outputs: Sequence[torch.Tensor], begin: Callable[[], object]
     Returns:
         Whether a backward can reach any of them.
     """
-    nodes = {output.grad_fn for output in outputs} - {None}
+    nodes: set[Any] = {output.grad_fn for output in outputs} - {None}
     running: int | None = None  # a backward that has failed does not end
 
     def reached(grads: object) -> None:
@@ -40,7 +41,10 @@ def watch_backwards(outputs: Sequence[torch.Tensor], begin: Callable[[], object]
         end()
 
     for node in nodes:
-        node.register_prehook(reached)  # type: ignore[union-attr]
+        has_hooks = getattr(node, "has_hooks", False)
+        node.register_prehook(reached)
+        if hasattr(node, "has_hooks"):
+            node.has_hooks = has_hooks  # this one reads no gradient: none has to be computed for it
     return bool(nodes)
 
 

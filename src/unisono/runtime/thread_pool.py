@@ -49,7 +49,7 @@ from unisono.runtime.interrupts import WAKE_S, deliver
 from unisono.runtime.stand_ins import while_replicas_run
 from unisono.runtime.stuck_threads import StuckThreads, sleep_state
 from unisono.runtime.thread_state import ThreadState, modes_that_stay
-from unisono.runtime.torch_private import checkpoints, graph_nodes, process_wide
+from unisono.runtime.torch_private import checkpoints, engine, graph_nodes, process_wide
 
 T = TypeVar("T")
 
@@ -61,6 +61,9 @@ _EXIT_LOOK_S = 0.05  # how often exit looks
 # Whether an object belongs to the thread that has made it: in the builds of Python that can run without the global lock
 # (PEP 703, "Biased Reference Counting"), with the lock on as well.
 OBJECTS_HAVE_THREADS = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))
+# What `seen_by_backward` is given around a backward of replicas' graphs, whose nodes may run forward again: torch runs
+# those of accelerators in threads of its own, and one call may run the graphs of all replicas in the caller's.
+OF_REPLICAS = "of replicas"
 
 
 @dataclass(slots=True)
@@ -297,8 +300,8 @@ def as_first_replica(devices: Sequence[torch.device], state: ThreadState) -> Ite
 
 
 def inside_replica() -> bool:
-    """Return whether the calling thread is running a replica's task."""
-    return _thread.replica_device is not None
+    """Return whether the calling thread is running a replica's task, or nodes of its graph (`OF_REPLICAS`)."""
+    return _thread.replica_device is not None or (engine.sees_anything() and OF_REPLICAS in engine.seen_in_backward())
 
 
 def replica_device() -> torch.device | None:

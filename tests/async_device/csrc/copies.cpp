@@ -3,6 +3,10 @@
 #include <ATen/ops/clone.h>
 #include <torch/library.h>
 
+#include <array>
+#include <thread>
+
+#include "copies.h"
 #include "memory.h"
 #include "tensors.h"
 
@@ -20,13 +24,40 @@ void put_copy(StreamQueue& on, const Tensor& to, const Tensor& from) {
   on.put([to, from]() mutable { to.copy_(from); });
 }
 
+// A device sends one copy at a time, and receives one at a time; with a speed, a copy takes its time on both ends.
+struct Link {
+  std::mutex sending, receiving;
+  std::atomic<int64_t> sent{0}, received{0};
+};
+
+Link& link_of(int device) {
+  static std::array<Link, kMaxDevices> links;
+  return links[device];
+}
+
+void put_copy_over_links(StreamQueue& on, const Tensor& to, const Tensor& from, int source, int target) {
+  int64_t bytes = static_cast<int64_t>(to.nbytes());
+  if (source != target) {
+    link_of(source).sent += bytes;
+    link_of(target).received += bytes;
+  }
+  int64_t mb_per_s = settings::link_mb_per_s;
+  if (source == target || mb_per_s == 0) return put_copy(on, to, from);
+  on.put([=]() mutable {
+    std::lock_guard<std::mutex> sends(link_of(source).sending), receives(link_of(target).receiving);
+    auto until = std::chrono::steady_clock::now() + std::chrono::microseconds(bytes / mb_per_s);
+    to.copy_(from);
+    std::this_thread::sleep_until(until);
+  });
+}
+
 // On the source's current stream, which waits for the target's first. Then the target's waits for the copy.
 void copy_between_devices(const Tensor& from, const Tensor& to) {
   StreamQueue& sources = current_queue(from.device().index());
   StreamQueue& targets = current_queue(to.device().index());
   HostAliases aliases;
   if (&sources != &targets) sources.wait_for(targets.mark());
-  put_copy(sources, aliases.of(to), aliases.of(from));
+  put_copy_over_links(sources, aliases.of(to), aliases.of(from), from.device().index(), to.device().index());
   if (&sources != &targets) targets.wait_for(sources.mark());
 }
 
@@ -80,6 +111,13 @@ void record_stream(Tensor& self, c10::Stream stream) {
 }
 
 }  // namespace
+
+std::vector<std::pair<int64_t, int64_t>> take_link_bytes() {
+  std::vector<std::pair<int64_t, int64_t>> found;
+  for (int device = 0; device < settings::num_devices; ++device)
+    found.emplace_back(link_of(device).sent.exchange(0), link_of(device).received.exchange(0));
+  return found;
+}
 
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_copy_from", copy_from);

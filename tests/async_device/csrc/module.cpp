@@ -2,6 +2,7 @@
 #include <torch/csrc/Generator.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include "copies.h"
 #include "hooks.h"
 #include "memory.h"
 #include "streams.h"
@@ -25,6 +26,7 @@ std::map<std::string, int64_t> current_settings() {
           {"QUEUED_BLOCKING", settings::blocking},
           {"QUEUED_POISON", settings::poison},
           {"QUEUED_MEMORY_MIB", settings::memory_bytes >> 20},
+          {"QUEUED_LINK_MB_PER_S", settings::link_mb_per_s},
           {"QUEUED_WHY", settings::print_why},
           {"QUEUED_PRINT_ERRORS", settings::print_errors}};
 }
@@ -61,6 +63,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("set_blocking", [](bool on) { settings::blocking = on; });
   m.def("set_poison", [](int mode) { settings::poison = mode; });
   m.def("set_memory", [](int64_t num_bytes) { settings::memory_bytes = num_bytes; });
+
+  m.def("set_link_speed", [](int64_t mb_per_s) { settings::link_mb_per_s = mb_per_s; });
+  m.def("take_link_bytes", &take_link_bytes);
 
   // Calls of each operation: how many were queued, and how many waited for their stream.
   m.def("counts", &counts);

@@ -31,6 +31,7 @@ inline std::atomic<uint64_t> seed{static_cast<uint64_t>(from_environment("QUEUED
 inline std::atomic<bool> blocking{from_environment("QUEUED_BLOCKING", 0) != 0};  // a kernel ends before its call does
 inline std::atomic<int> poison{static_cast<int>(from_environment("QUEUED_POISON", kWhenFree))};
 inline std::atomic<int64_t> memory_bytes{from_environment("QUEUED_MEMORY_MIB", 4096) << 20};  // of each device
+inline std::atomic<int64_t> link_mb_per_s{from_environment("QUEUED_LINK_MB_PER_S", 0)};  // each way; 0: takes no time
 inline const bool print_why = from_environment("QUEUED_WHY", 0) != 0;                    // why a call was not queued
 inline const bool print_errors = from_environment("QUEUED_PRINT_ERRORS", 1) != 0;        // as soon as a kernel fails
 }  // namespace settings

@@ -104,8 +104,11 @@ def _stash_keeps_no_reference() -> bool:
 
 def seen_in_backward() -> dict[Any, Any]:
     """Return what `seen_by_backward` has been given; nothing outside of its block."""
-    items: dict[Any, Any] = _c._get_obj_in_tls(_SEEN) if _c._is_key_in_tls(_SEEN) else {}
+    items: dict[Any, Any] = _c._get_obj_in_tls(_SEEN) if sees_anything() else {}
     return items
+
+
+sees_anything: Callable[[], bool] = functools.partial(_c._is_key_in_tls, _SEEN)  # of `seen_by_backward`
 
 
 # ---- to run one ----------------------------------------------------------------------------------

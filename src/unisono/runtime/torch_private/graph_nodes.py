@@ -119,22 +119,3 @@ def call_with_gradient_only(hooks: dict[int, Any]) -> None:
         is_torchs = getattr(hook, "__module__", None) == "torch.autograd.graph"
         if key in hooks and not is_torchs and not isinstance(hook, _IfGiven):
             hooks[key] = _IfGiven(hook)
-
-
-def note_hooks_of_nodes(function: type[torch.autograd.Function]) -> None:
-    """Let the nodes of a function, which have one output, say in `has_hooks` whether a program has put hooks on them.
-
-    The hooks are called only with a gradient.
-    """
-    node_class: Any = function._backward_cls
-    for name in ("register_hook", "register_prehook"):
-        setattr(node_class, name, _noted_hook(getattr(node_class, name)))
-
-
-def _noted_hook(register: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(register)
-    def noted(node: Any, hook: Callable[..., Any]) -> Any:
-        node.has_hooks = True
-        return register(node, lambda *gradients: None if gradients[-1][0] is None else hook(*gradients))
-
-    return noted
