@@ -36,7 +36,7 @@ class Fault(NamedTuple):
 
 
 _COMPUTE = "tensor.record_stream(self._computing[target])"
-_MADE = "self._made.append((torch.accelerator.current_stream({}), [tensor]))"
+_MADE = "self._made.append((here, [tensor]))"
 _WAIT = "event.let_wait(torch.accelerator.current_stream(self._devices[reader]))"
 _MAKERS = "wait_for_maker(stream, (t for t in tensors if t is not None and t.device == stream.device))"
 
@@ -52,9 +52,7 @@ FAULTS = {
     "no event after the parameters": Fault(
         Copies, "_pass_along", "self._last[hop.reader, False] = _devices.Event(hop.arrives_on)"
     ),
-    "the sum does not wait for the gradients here": Fault(
-        Copies, "wait_compute", "_devices.wait_stream(copy_stream(target), here)"
-    ),
+    "the sum does not wait for the gradients here": Fault(Copies, "wait_made", "event.let_wait(copy_stream(target))"),
     "the boundary does not wait for the gradients of its outputs": Fault(boundary, "wait_for_makers", _MAKERS),
     "the gradients of inputs, or of a loss that left forward, are joined before they are computed": Fault(
         bucket, "wait_for_makers", _MAKERS
@@ -67,7 +65,7 @@ FAULTS = {
     "no record_stream of a copy on its reader's stream": Fault(
         Copies, "to", "copy.record_stream(self._computing[target])"
     ),
-    "a gradient here is not kept for the copy stream": Fault(Copies, "keep", _MADE.format("device")),
+    "a gradient here is not kept for the copy stream": Fault(Copies, "keep", _MADE),
     "no record_stream of a sum on the compute stream": Fault(Copies, "record_stream", _COMPUTE),
     "no record_stream of the gradients of inputs, or of a loss that left forward": Fault(
         bucket, "wait_for_makers", _MAKERS, "wait_for_maker(stream, [])"

@@ -133,6 +133,6 @@ def test_a_buffer_is_sent_on_before_it_is_written() -> None:
 
 
 def test_a_buffer_that_is_written_before_it_is_sent_on_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    fault = Fault(Copies, "_pass_along", "_devices.wait_stream(hop.arrives_on, hop.leaves_on)")
+    fault = Fault(Copies, "_pass_along", "_devices.wait_stream(hop.arrives_on, _send_stream(hop.device))")
     with pytest.raises(AssertionError, match="Mismatched elements"):
         assert_a_buffer_is_sent_on_before_it_is_written(lambda: fault.plant(monkeypatch))

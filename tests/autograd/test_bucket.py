@@ -213,6 +213,16 @@ def test_a_kept_graph_runs_backward_again(reduce: Reduce) -> None:
     assert all(tensor.grad is None for tensor in replicas.collector.live)
 
 
+def test_what_a_replica_adds_after_a_failure_is_dropped(reduce: Reduce) -> None:
+    """F3: a backward does not wait for a replica that is stuck, whose gradients would come to memory that is freed."""
+    replicas = Replicas.of(zeros(2), 2)
+    with pytest.raises(KeyError), BucketSums(replicas.plan, [CPU] * 2, is_flat=reduce.is_flat) as sums:
+        raise KeyError
+    for replica in range(2):
+        sums.add(0, replica, [torch.ones(SIZE)] * len(replicas.plan.numbers[0]))
+    assert sums.end() == [None, None]
+
+
 # ---- soon ----------------------------------------------------------------------------------------
 
 
@@ -221,9 +231,9 @@ def test_a_bucket_is_summed_while_backward_runs(reduce: Reduce, monkeypatch: pyt
     copied: list[int] = []
     pass_on = Copies.pass_on
 
-    def noting(self: Copies, tensor: torch.Tensor, reader: int) -> torch.Tensor:
+    def noting(self: Copies, tensor: torch.Tensor, made: Any, reader: int) -> Any:
         copied.append(tensor.numel())
-        return pass_on(self, tensor, reader)
+        return pass_on(self, tensor, made, reader)
 
     monkeypatch.setattr(Copies, "pass_on", noting)
     replicas = Replicas.of(zeros(4), 2)

@@ -216,9 +216,7 @@ def test_memory_that_computation_never_reads_is_free_again_soon(machine: Machine
     """N10: what is only added to something beside computation is not held until computation has come as far."""
     far = machine.computed_on(B)
     with Copies([A, B]) as copies:
-        copies.wait_compute(1)
-        copies.keep(far)
-        part = copies.pass_on(far, 0)
+        part, _ = copies.pass_on(far, copies.keep(far), 0)
         with copies.on_copy_stream(0):
             part.read_on(machine.current[A])
     assert part.recorded == []
@@ -240,10 +238,8 @@ def test_sums_beside(machine: Machine) -> None:
     """N1: `on_copy_stream` work runs after the copies and what it waits for; `wait_copies` waits for it too."""
     own, far = machine.computed_on(A), machine.computed_on(B)
     with Copies([A, B]) as copies:
-        for reader, tensor in enumerate([own, far]):
-            copies.wait_compute(reader)
-            copies.keep(tensor)
-        part = copies.pass_on(far, 0)
+        copies.wait_made(copies.keep(own), 0)
+        part, _ = copies.pass_on(far, copies.keep(far), 0)
         with copies.on_copy_stream(0):
             for tensor in (own, part):
                 tensor.read_on(machine.current[A])

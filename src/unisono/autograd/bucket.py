@@ -41,7 +41,7 @@ from unisono.runtime import devices as _devices
 from unisono.runtime import timeline
 from unisono.runtime.buckets import Bucket, BucketPlan, added, is_plain
 from unisono.runtime.interrupts import uninterruptible
-from unisono.runtime.streams import Copies, current_streams_of, wait_for_makers
+from unisono.runtime.streams import Copies, Made, current_streams_of, wait_for_makers
 from unisono.runtime.torch_private import engine, foreach, graph_nodes, tensor_objects
 from unisono.runtime.tracebacks import without_own_frames
 
@@ -624,8 +624,9 @@ class BucketSums:
           replica where backward is called inside backward, as reentrant activation checkpointing does.) On one device
           they are added in replica order. On several, along a chain from the last replica to the first: each device
           adds its own to what arrives, and sends the sum on. So each link carries a bucket once, whatever the number of
-          devices, and what a replica has still to add stays on its device.
+          devices (for second contributions once more), and what waits for its turn stays on its device.
         - A replica that contributes nothing delays the sum until backward ends, and no longer.
+        - What a replica adds when a backward has failed without waiting for it (Ctrl-C, a timeout) is dropped.
 
     Args:
         plan: the parameters' buckets.
@@ -649,14 +650,19 @@ class BucketSums:
         self._order = range(len(devices)) if len({*devices}) == 1 else range(len(devices))[::-1]
         self._buckets = [_InTurn(len(devices)) for _ in plan.numbers]
         self._beside: list[Contribution] = []  # gradients that are in no flat tensor
-        self._ending = False
+        self._ending = self._has_failed = False
 
     def __enter__(self) -> "BucketSums":
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
+        if kind is not None:
+            self._has_failed = True  # a replica that was not waited for may still come
+            for turns in self._buckets:
+                if turns.lock.acquire(timeout=_PATIENCE_S):
+                    turns.lock.release()
         if self._copies is not None:
-            self._copies.__exit__(*error)
+            self._copies.__exit__(kind, *error)
 
     def add(self, b: int, replica: int, gradients: Sequence[torch.Tensor | None]) -> None:
         """Add a replica's gradients of bucket `b`; then what waits for them. Frees them as soon as they are added."""
@@ -667,6 +673,8 @@ class BucketSums:
         with timeline.during(timeline.REDUCE) if timeline.recording else _NOTHING:
             turns = self._buckets[b]
             with turns.lock:
+                if self._has_failed:
+                    return
                 turns.waiting[self._order[replica]].append(self._part(b, replica, gradients))
                 del gradients
                 while turns.waiting[turns.turn]:
@@ -706,8 +714,8 @@ class BucketSums:
                 turns.total = part if turns.total is None else _sum(turns.total, part)
             else:
                 turns.total = part if turns.total is None else self._flat_sum(turns.total, part)
-                next_device = self._devices[self._order[turns.turn]] if turns.turn else self._plan.source[b]
-                turns.total = self._on(next_device, turns.total)
+                if turns.turn == 0:
+                    turns.total = self._on(self._plan.source[b], turns.total)
         if self._on_ready is not None and turns.turn == 0 and not self._ending and turns.total is not None:
             total, turns.total = turns.total, None
             if self._copies is None:
@@ -737,28 +745,32 @@ class BucketSums:
                 return _Flat(None, None)
         bucket = self._plan.part(b, [gradient is not None for gradient in gradients])
         flat = bucket.flat(dict(zip(bucket.numbers, given, strict=True)))
-        self._copies.wait_compute(self._at.index(flat.device))
-        self._copies.keep(flat)
-        return _Flat(bucket, flat)
+        return _Flat(bucket, flat, self._copies.keep(flat))
 
     def _reader(self, b: int) -> int:
         return self._at.index(self._plan.source[b])
 
-    def _on(self, device: torch.device, total: "_Flat") -> "_Flat":
-        """Return a sum on a device."""
+    def _on(self, device: torch.device, flat: "_Flat") -> "_Flat":
+        """Return gradients on a device, for the work that its copy stream gets next."""
         assert self._copies is not None
-        if total.flat is None or total.flat.device == device:
-            return total
-        return _Flat(total.bucket, self._copies.pass_on(total.flat, self._at.index(device)))
+        if flat.flat is None:
+            return flat
+        reader = self._at.index(device)
+        if flat.flat.device == device:
+            self._copies.wait_made(flat.made, reader)
+            return flat
+        return _Flat(flat.bucket, *self._copies.pass_on(flat.flat, flat.made, reader))
 
     def _flat_sum(self, total: "_Flat", part: "_Flat") -> "_Flat":
         """Return the sum of two parts, on the device of the second one."""
         if total.flat is None or part.flat is None:
             return part if total.flat is None else total
         assert self._copies is not None
-        total = self._on(part.flat.device, total)
-        with self._copies.on_copy_stream(self._at.index(part.flat.device)):
-            return _flat_sum(total, part)
+        device, reader = part.flat.device, self._at.index(part.flat.device)
+        total, part = self._on(device, total), self._on(device, part)
+        with self._copies.on_copy_stream(reader):
+            found = _flat_sum(total, part)
+        return found._replace(made=self._copies.last_of(reader))
 
     def _gradients(self, b: int, total: Any) -> Sequence[torch.Tensor | None]:
         if self._copies is None:
@@ -792,6 +804,7 @@ class _Flat(NamedTuple):
 
     bucket: Bucket | None
     flat: torch.Tensor | None
+    made: Made | None = None  # when it is there; None: at once
 
 
 def _sum(total: _Listed, part: _Listed) -> _Listed:
@@ -855,4 +868,5 @@ def _all_plain(gradients: Sequence[torch.Tensor]) -> bool:
 _layout = attrgetter("layout")
 
 
+_PATIENCE_S = 1.0  # for a replica that is adding while a backward fails
 _NOTHING: AbstractContextManager[None] = contextlib.nullcontext()

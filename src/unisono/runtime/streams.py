@@ -32,7 +32,7 @@ writes into the caller's pinned memory.
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 
@@ -41,7 +41,11 @@ from unisono.runtime.buckets import is_plain
 from unisono.runtime.contexts import contextmanager
 from unisono.runtime.errors import note_failure_after
 
-_PIECE_BYTES = 4 << 20  # that a device sends on at once: short beside the whole, long beside the launch of a copy
+# That a device sends on at once: short beside the whole, long beside the launch of a copy. To queue a piece takes the
+# host some 30 us for each device.
+_PIECE_BYTES, _MOST_PIECES = 4 << 20, 32
+
+Made: TypeAlias = tuple[_devices.Event, torch.Stream]  # the moment when something is there, and where it is made
 
 
 class _Hop(NamedTuple):
@@ -51,7 +55,6 @@ class _Hop(NamedTuple):
     device: torch.device
     memory: Sequence[torch.Tensor]
     arrives_on: torch.Stream
-    leaves_on: torch.Stream | None  # None: to no other device
 
 
 class Copies:
@@ -71,7 +74,7 @@ class Copies:
         self._lock = threading.RLock()  # around a copy on a copy stream and the event after it
         self._last: dict[tuple[int, bool], _devices.Event] = {}  # after a reader's last copy, from the host or not
         # The copy streams for which the calling thread's streams on these devices wait when the block ends.
-        self._ending: dict[torch.device, torch.Stream] = {}
+        self._at_end: dict[torch.device, torch.Stream] = {}
         self._of_callers_memory: list[_devices.Event] = []  # after copies from the caller's pinned memory
         # What was made to be copied, with the stream on which it was made; kept until the block ends.
         self._made: list[tuple[torch.Stream, Sequence[torch.Tensor]]] = []
@@ -95,37 +98,58 @@ class Copies:
         copy.record_stream(self._computing[target])
         return copy
 
-    def keep(self, tensor: torch.Tensor) -> None:
+    def keep(self, tensor: torch.Tensor) -> "Made | None":
         """Keep what the calling thread has made on a device, for work on that device's copy stream.
 
         It stays until the block ends, when the stream that is current waits for that work. So a host that runs ahead
-        takes no new memory for the next one, as it would where only the allocator knows of the work.
+        takes no new memory for the next one, as it would where only the allocator knows of the work. Returns what
+        `wait_made` waits for; None where nothing has to be.
         """
         device = tensor.device
-        if _devices.has_streams(device):
-            self._made.append((torch.accelerator.current_stream(device), [tensor]))
+        if not _devices.has_streams(device):
+            return None
+        here = torch.accelerator.current_stream(device)
+        self._made.append((here, [tensor]))
+        with self._lock:
+            self._at_end[device] = copy_stream(device)
+        return _devices.Event(here), here
+
+    def wait_made(self, made: "Made | None", reader: int) -> None:
+        """Let the reader's copy stream wait for what `keep` has kept, and for no work after that."""
+        if made is None:
+            return
+        (event, made_on), target = made, self._devices[reader]
+        if made_on == copy_stream(target):
+            return
+        event.let_wait(copy_stream(target))
+        if made_on != self._computing[target]:  # the reader has to wait, too, if nothing is copied after this
             with self._lock:
-                self._ending[device] = copy_stream(device)
+                self._last[reader, False] = _devices.Event(copy_stream(target))
 
-    def pass_on(self, tensor: torch.Tensor, reader: int) -> torch.Tensor:
-        """Return a copy, for the reader's copy stream, of what another device's copy stream makes; perhaps in flight.
+    def pass_on(self, tensor: torch.Tensor, made: "Made | None", reader: int) -> tuple[torch.Tensor, "Made | None"]:
+        """Return a copy, for the reader's copy stream, of what has been made on another device; and when it is there.
 
-        The other device sends on a stream of its own, so that it can receive meanwhile.
+        The other device sends on a stream of its own, which waits for no more than that.
         """
         source, target = tensor.device, self._devices[reader]
         streams = []
-        if _devices.has_streams(source):
+        if made is not None:
             streams = [_send_stream(source)]
-            _devices.wait_stream(streams[0], copy_stream(source))
+            made[0].let_wait(streams[0])
             self._sent.append(tensor)
         if not _devices.has_streams(target):
             with _devices.using(source, streams):
-                return _devices.copied_to(tensor, target)
+                return _devices.copied_to(tensor, target), None
         with self._lock, _devices.using(target, [*streams, copy_stream(target)]):
             copy = _devices.copied_to(tensor, target, wait=False)
             self._last[reader, False] = _devices.Event(copy_stream(target))
-            self._ending[target] = copy_stream(target)
-        return copy
+            self._at_end[target] = copy_stream(target)
+        return copy, self.last_of(reader)
+
+    def last_of(self, reader: int) -> "Made | None":
+        """Return when the reader's copies, and the work on its copy stream, are done; None where nothing is queued."""
+        event = self._last.get((reader, False))
+        return None if event is None else (event, copy_stream(self._devices[reader]))
 
     def fill(
         self,
@@ -153,15 +177,12 @@ class Copies:
                 for to, value in zip(memory, values, strict=True):
                     _devices.copy_into(to, value)
                 continue
-            sends_on = not from_host and reader != readers[-1]
-            hop = _Hop(
-                reader, target, memory, copy_stream(target, from_host), _send_stream(target) if sends_on else None
-            )
+            hop = _Hop(reader, target, memory, copy_stream(target, from_host))
             for event in before:
                 event.let_wait(hop.arrives_on)
             for to in memory:  # for the day when it is freed; a stream is noted once, however often this is called
-                for stream in {hop.arrives_on, hop.leaves_on or hop.arrives_on, self._computing[target]}:
-                    to.record_stream(stream)
+                to.record_stream(hop.arrives_on)
+                to.record_stream(self._computing[target])
             hops.append(hop)
         if from_host and hops:
             values = [torch.empty_like(value, pin_memory=True).copy_(value) for value in values]
@@ -176,26 +197,28 @@ class Copies:
 
     def _pass_along(self, values: Sequence[torch.Tensor], hops: Sequence["_Hop"]) -> None:
         """Copy values along a chain: each device sends on what has arrived there, while the next piece arrives."""
+        piece_bytes = max(_PIECE_BYTES, sum([value.nbytes for value in values]) // _MOST_PIECES)
+        leaving = [copy_stream(values[0].device), *[_send_stream(hop.device) for hop in hops[:-1]]]
         for k, value in enumerate(values):
-            size = value.numel() if len(hops) == 1 else max(1, _PIECE_BYTES // value.itemsize)
-            of_each = [torch.split(flat, size) for flat in [value, *[hop.memory[k] for hop in hops]]]
-            for piece, *in_memory in zip(*of_each, strict=True):
-                leaves_on: torch.Stream | None = copy_stream(value.device)
-                arrived = None
-                for hop, to in zip(hops, in_memory, strict=True):
-                    streams = [hop.arrives_on]
-                    if leaves_on is not None and leaves_on.device != hop.device:
-                        streams.append(leaves_on)
-                    with self._lock, _devices.using(hop.device, streams):
-                        if arrived is not None:
-                            arrived.let_wait(streams[-1])
+            size = value.numel() if len(hops) == 1 else max(1, piece_bytes // value.itemsize)
+            pieces, arrived = torch.split(value, size), list[_devices.Event]()
+            for hop, leaves_on in zip(hops, leaving, strict=True):
+                memory, here = hop.memory[k], []
+                sent_on = hop.arrives_on if leaves_on.device == hop.device else leaves_on
+                with self._lock, _devices.using(hop.device, [hop.arrives_on, sent_on]):
+                    for n, (to, piece) in enumerate(zip(torch.split(memory, size), pieces, strict=True)):
+                        if arrived:
+                            arrived[n].let_wait(sent_on)
                         _devices.copy_into(to, piece, wait=False)
-                        arrived = None if hop.leaves_on is None else _devices.Event(hop.arrives_on)
-                    piece, leaves_on = to, hop.leaves_on
+                        if hop is not hops[-1]:
+                            here.append(_devices.Event(hop.arrives_on))
+                if hop is not hops[-1]:
+                    memory.record_stream(_send_stream(hop.device))
+                pieces, arrived = torch.split(memory, size), here
         for hop in hops:
-            if hop.leaves_on is not None:
+            if hop is not hops[-1]:
                 # Forward may write into buffers, and the next step into all of it, which this device sends on first.
-                _devices.wait_stream(hop.arrives_on, hop.leaves_on)
+                _devices.wait_stream(hop.arrives_on, _send_stream(hop.device))
             with self._lock:
                 self._last[hop.reader, False] = _devices.Event(hop.arrives_on)
 
@@ -208,7 +231,7 @@ class Copies:
         stream = copy_stream(source)
         _devices.wait_stream(stream, torch.accelerator.current_stream(source))  # (1)
         with self._lock:
-            self._ending[source] = stream
+            self._at_end[source] = stream
         return stream
 
     @contextmanager
@@ -224,16 +247,6 @@ class Copies:
     def on_copy_stream(self, reader: int) -> AbstractContextManager[None]:
         """Within the block, queue work on the reader's copy stream, after its copies; `wait_copies` waits for both."""
         return self._on_copy_streams(reader, self._devices[reader])
-
-    def wait_compute(self, reader: int) -> None:
-        """Let the reader's later copies wait for the work that the calling thread has queued on its device."""
-        target = self._devices[reader]
-        if _devices.has_streams(target):
-            here = torch.accelerator.current_stream(target)
-            _devices.wait_stream(copy_stream(target), here)
-            if here != self._computing[target]:  # the reader has to wait, too, if nothing is copied after this
-                with self._lock:
-                    self._last[reader, False] = _devices.Event(copy_stream(target))
 
     @contextmanager
     def read(self, reader: int) -> Iterator[None]:
@@ -257,14 +270,14 @@ class Copies:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        if not (self._computing or self._ending or self._made):  # on the CPU
+        if not (self._computing or self._at_end or self._made):  # on the CPU
             return
         with self._lock:
-            ending = list(self._ending.items())
+            at_end = list(self._at_end.items())
         try:
             for device in {tensor.device for tensor in self._sent}:
                 _devices.wait_stream(copy_stream(device), _send_stream(device))
-            for device, stream in ending:
+            for device, stream in at_end:
                 _devices.wait_stream(torch.accelerator.current_stream(device), stream)  # (3)
             for made_on in {made_on for made_on, _ in self._made}:
                 if made_on != torch.accelerator.current_stream(made_on.device):
