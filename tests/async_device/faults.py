@@ -81,7 +81,7 @@ FAULTS = {
     "a begun copy to the host is not waited for": Fault(devices, "queued_work", "queued.wait()"),
     # The caller's buffers are written into again before they have been read.
     "a batch on a device may be overwritten too early, and parameters do not wait for the last sums": Fault(
-        Copies, "__exit__", "_devices.wait_stream(torch.accelerator.current_stream(device), stream)"
+        Copies, "join", "_devices.wait_stream(torch.accelerator.current_stream(device), stream)"
     ),
     "a batch in pinned memory may be overwritten too early": Fault(Copies, "__exit__", "event.wait()"),
 }

@@ -698,6 +698,8 @@ class BucketSums:
                     self._copies.record_stream(turns.total.flat, self._reader(b))
                 for n, gradient in zip(self._plan.numbers[b], self._gradients(b, turns.total), strict=True):
                     found[n] = gradient
+        if self._beside and self._copies is not None:
+            self._copies.join()
         for each in sorted(self._beside, key=attrgetter("replica")):
             for n, gradient in zip(self._plan.numbers[each.bucket], each.here().gradients, strict=True):
                 if gradient is not None:

@@ -266,19 +266,23 @@ class Copies:
         for event in events:
             event.let_wait(torch.accelerator.current_stream(self._devices[reader]))  # (2)
 
+    def join(self) -> None:
+        """Let the calling thread's streams wait for all that has been copied, and for work on copy streams."""
+        with self._lock:
+            at_end = list(self._at_end.items())
+        for device in {tensor.device for tensor in self._sent}:
+            _devices.wait_stream(copy_stream(device), _send_stream(device))
+        for device, stream in at_end:
+            _devices.wait_stream(torch.accelerator.current_stream(device), stream)  # (3)
+
     def __enter__(self) -> "Copies":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         if not (self._computing or self._at_end or self._made):  # on the CPU
             return
-        with self._lock:
-            at_end = list(self._at_end.items())
         try:
-            for device in {tensor.device for tensor in self._sent}:
-                _devices.wait_stream(copy_stream(device), _send_stream(device))
-            for device, stream in at_end:
-                _devices.wait_stream(torch.accelerator.current_stream(device), stream)  # (3)
+            self.join()
             for made_on in {made_on for made_on, _ in self._made}:
                 if made_on != torch.accelerator.current_stream(made_on.device):
                     _devices.wait_stream(made_on, copy_stream(made_on.device))
