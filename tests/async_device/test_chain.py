@@ -4,7 +4,7 @@ Here with four, and in pieces so small that there are several: `make test-device
 """
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -31,22 +31,6 @@ def _in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     for one in DEVICES:
         for other in DEVICES:
             devices.copies_arrive(one, other)  # the host waits for this test of a pair, once
-
-
-@pytest.fixture
-def delays() -> Iterator[Callable[[int], None]]:
-    def delay(seed: int) -> None:
-        C.set_seed(seed)
-        C.set_delay(500, 40)
-
-    yield delay
-    C.set_delay(0, 30)
-    synchronize()
-
-
-def synchronize() -> None:
-    for device in DEVICES:
-        torch.accelerator.synchronize(device)
 
 
 def trained(model: nn.Module, device: torch.device) -> list[Tensor]:
@@ -84,16 +68,16 @@ def test_each_link_carries_the_parameters_once_each_way(number: int) -> None:
     model = DataParallel(mlp().to(DEVICES[0]), DEVICES[:number])
     for _ in range(4):
         x = torch.randn(8, 5).to(DEVICES[0])
-        synchronize()
+        C.synchronize_all()
         C.take_link_bytes()
         y = model(x)
-        synchronize()
+        C.synchronize_all()
         forward = C.take_link_bytes()[:number]
         loss = y.sum()
-        synchronize()
+        C.synchronize_all()
         C.take_link_bytes()
         loss.backward()
-        synchronize()
+        C.synchronize_all()
         backward = C.take_link_bytes()[:number]
     size = sum(parameter.nbytes for parameter in model.parameters())
     beside = x.nbytes + y.nbytes + 16 * sum(1 for _ in model.parameters())  # rows, and entries that align
@@ -114,11 +98,11 @@ def assert_a_buffer_is_sent_on_before_it_is_written(plant: Callable[[], None] = 
     with torch.no_grad():
         for _ in range(3):  # the first steps wait for the devices
             model(x)
-        synchronize()
+        C.synchronize_all()
         plant()
         with held(streams._send_stream(DEVICES[1])):
             y = model(x)
-    synchronize()
+    C.synchronize_all()
     torch.testing.assert_close(y.cpu(), torch.full((8, 2), 4.0))
 
 
@@ -133,6 +117,6 @@ def test_a_buffer_is_sent_on_before_it_is_written() -> None:
 
 
 def test_a_buffer_that_is_written_before_it_is_sent_on_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    fault = Fault(Copies, "_pass_along", "_devices.wait_stream(hop.arrives_on, _send_stream(hop.device))")
+    fault = Fault(Copies, "_pass_along", "_devices.wait_stream(hop.arrives_on, next_sender)")
     with pytest.raises(AssertionError, match="Mismatched elements"):
         assert_a_buffer_is_sent_on_before_it_is_written(lambda: fault.plant(monkeypatch))

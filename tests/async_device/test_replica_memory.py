@@ -22,16 +22,11 @@ NUM_STEPS = 6  # by which the host runs ahead
 pytestmark = pytest.mark.usefixtures("float64")
 
 
-def synchronize() -> None:
-    for device in BOTH:
-        torch.accelerator.synchronize(device)
-
-
 @contextlib.contextmanager
 def stalled(*streams: torch.Stream) -> Iterator[None]:
     """Within the context these streams do nothing."""
     with contextlib.ExitStack() as stack:
-        stack.callback(synchronize)
+        stack.callback(C.synchronize_all)
         for each in streams:
             stack.enter_context(held(each))
         yield
@@ -45,17 +40,6 @@ def _copies_have_been_tested() -> None:
 
 def compute_streams() -> list[torch.Stream]:
     return [torch.accelerator.current_stream(device) for device in BOTH]
-
-
-@pytest.fixture
-def delays() -> Iterator[Callable[[int], None]]:
-    def delay(seed: int) -> None:
-        C.set_seed(seed)
-        C.set_delay(500, 30)
-
-    yield delay
-    C.set_delay(0, 30)
-    synchronize()
 
 
 def layers(count: int, width: int) -> nn.Module:
@@ -120,7 +104,7 @@ def assert_nothing_is_overwritten_without_outputs(plant: Callable[[], None] = la
         for _ in range(2):  # first steps wait for the devices: with an empty list, and with tensors in it
             model(x)
         found.clear()
-        synchronize()
+        C.synchronize_all()
         plant()
         with stalled(compute_streams()[1]):
             for number in range(NUM_STEPS):
@@ -165,7 +149,7 @@ def test_forwards_on_other_streams_of_the_caller() -> None:
     found, expected = [], []
     with contextlib.ExitStack() as stack, torch.no_grad():
         model(x)  # makes the replicas
-        synchronize()
+        C.synchronize_all()
         for number, each in enumerate([compute_streams()[1], own]):
             write_through_data(module, number)
             expected.append(module(x))
@@ -173,7 +157,7 @@ def test_forwards_on_other_streams_of_the_caller() -> None:
                 stack.enter_context(held(each))
             with stream(each):
                 found.append(model(x))
-    synchronize()
+    C.synchronize_all()
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one.to(FIRST), other)
 
@@ -184,7 +168,7 @@ def test_a_model_that_is_deleted_while_its_replicas_still_compute() -> None:
     model = DataParallel(module, BOTH, output_device=SECOND)
     with torch.no_grad():
         model(x)  # a first step waits for the devices
-    synchronize()
+    C.synchronize_all()
     with stalled(*compute_streams()), torch.no_grad():
         found = model(x)
         del model
@@ -210,7 +194,7 @@ def test_parameters_take_no_memory_for_the_steps_by_which_the_host_is_ahead(trai
 
     for _ in range(2):
         step()
-        synchronize()
+        C.synchronize_all()
     before = [torch.accelerator.memory_reserved(device) for device in BOTH]
     with stalled(*compute_streams()):
         for _ in range(NUM_STEPS):

@@ -645,8 +645,9 @@ class BucketSums:
         on_ready: OnReady | None = None,
     ) -> None:
         self._plan, self._devices, self._on_ready = plan, devices, on_ready
-        self._at = [*plan.sources, *devices]  # the readers' devices
-        self._copies = Copies(self._at) if is_flat else None
+        self._readers = [*plan.sources, *devices]
+        self._copies = Copies(self._readers) if is_flat else None
+        # The replicas whose turns follow each other; also the turn of each replica.
         self._order = range(len(devices)) if len({*devices}) == 1 else range(len(devices))[::-1]
         self._buckets = [_InTurn(len(devices)) for _ in plan.numbers]
         self._beside: list[Contribution] = []  # gradients that are in no flat tensor
@@ -691,7 +692,7 @@ class BucketSums:
             while any(turns.waiting):
                 self._add_next(b)
             if self._copies is not None and turns.total is not None:
-                turns.total = self._on(self._plan.source[b], turns.total)
+                turns.total = self._moved(self._plan.source[b], turns.total)
         for b, turns in enumerate(self._buckets):
             if turns.total is not None:
                 if self._copies is not None and turns.total.flat is not None:
@@ -715,9 +716,9 @@ class BucketSums:
             if self._copies is None:
                 turns.total = part if turns.total is None else _sum(turns.total, part)
             else:
-                turns.total = part if turns.total is None else self._flat_sum(turns.total, part)
+                turns.total = part if turns.total is None else self._next_total(turns.total, part)
                 if turns.turn == 0:
-                    turns.total = self._on(self._plan.source[b], turns.total)
+                    turns.total = self._moved(self._plan.source[b], turns.total)
         if self._on_ready is not None and turns.turn == 0 and not self._ending and turns.total is not None:
             total, turns.total = turns.total, None
             if self._copies is None:
@@ -750,26 +751,26 @@ class BucketSums:
         return _Flat(bucket, flat, self._copies.keep(flat))
 
     def _reader(self, b: int) -> int:
-        return self._at.index(self._plan.source[b])
+        return self._readers.index(self._plan.source[b])
 
-    def _on(self, device: torch.device, flat: "_Flat") -> "_Flat":
-        """Return gradients on a device, for the work that its copy stream gets next."""
+    def _moved(self, device: torch.device, flat: "_Flat") -> "_Flat":
+        """Return a flat tensor on a device, for the work that its copy stream gets next."""
         assert self._copies is not None
         if flat.flat is None:
             return flat
-        reader = self._at.index(device)
+        reader = self._readers.index(device)
         if flat.flat.device == device:
             self._copies.wait_made(flat.made, reader)
             return flat
         return _Flat(flat.bucket, *self._copies.pass_on(flat.flat, flat.made, reader))
 
-    def _flat_sum(self, total: "_Flat", part: "_Flat") -> "_Flat":
+    def _next_total(self, total: "_Flat", part: "_Flat") -> "_Flat":
         """Return the sum of two parts, on the device of the second one."""
         if total.flat is None or part.flat is None:
             return part if total.flat is None else total
         assert self._copies is not None
-        device, reader = part.flat.device, self._at.index(part.flat.device)
-        total, part = self._on(device, total), self._on(device, part)
+        device, reader = part.flat.device, self._readers.index(part.flat.device)
+        total, part = self._moved(device, total), self._moved(device, part)
         with self._copies.on_copy_stream(reader):
             found = _flat_sum(total, part)
         return found._replace(made=self._copies.last_of(reader))

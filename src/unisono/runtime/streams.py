@@ -115,7 +115,7 @@ class Copies:
         return _devices.Event(here), here
 
     def wait_made(self, made: "Made | None", reader: int) -> None:
-        """Let the reader's copy stream wait for what `keep` has kept, and for no work after that."""
+        """Let the reader's copy stream wait until something is there on the reader's device, and for nothing later."""
         if made is None:
             return
         (event, made_on), target = made, self._devices[reader]
@@ -198,27 +198,28 @@ class Copies:
     def _pass_along(self, values: Sequence[torch.Tensor], hops: Sequence["_Hop"]) -> None:
         """Copy values along a chain: each device sends on what has arrived there, while the next piece arrives."""
         piece_bytes = max(_PIECE_BYTES, sum([value.nbytes for value in values]) // _MOST_PIECES)
-        leaving = [copy_stream(values[0].device), *[_send_stream(hop.device) for hop in hops[:-1]]]
+        senders = [copy_stream(values[0].device), *[_send_stream(hop.device) for hop in hops[:-1]]]
+        chain = [*zip(hops, senders, [*senders[1:], None], strict=True)]
         for k, value in enumerate(values):
             size = value.numel() if len(hops) == 1 else max(1, piece_bytes // value.itemsize)
             pieces, arrived = torch.split(value, size), list[_devices.Event]()
-            for hop, leaves_on in zip(hops, leaving, strict=True):
-                memory, here = hop.memory[k], []
-                sent_on = hop.arrives_on if leaves_on.device == hop.device else leaves_on
-                with self._lock, _devices.using(hop.device, [hop.arrives_on, sent_on]):
-                    for n, (to, piece) in enumerate(zip(torch.split(memory, size), pieces, strict=True)):
+            for hop, sender, next_sender in chain:
+                copies, events = torch.split(hop.memory[k], size), list[_devices.Event]()
+                stream = hop.arrives_on if sender.device == hop.device else sender
+                with self._lock, _devices.using(hop.device, [hop.arrives_on, stream]):
+                    for n, (piece, copy) in enumerate(zip(pieces, copies, strict=True)):
                         if arrived:
-                            arrived[n].let_wait(sent_on)
-                        _devices.copy_into(to, piece, wait=False)
-                        if hop is not hops[-1]:
-                            here.append(_devices.Event(hop.arrives_on))
-                if hop is not hops[-1]:
-                    memory.record_stream(_send_stream(hop.device))
-                pieces, arrived = torch.split(memory, size), here
-        for hop in hops:
-            if hop is not hops[-1]:
+                            arrived[n].let_wait(stream)
+                        _devices.copy_into(copy, piece, wait=False)
+                        if next_sender is not None:
+                            events.append(_devices.Event(hop.arrives_on))
+                if next_sender is not None:
+                    hop.memory[k].record_stream(next_sender)
+                pieces, arrived = copies, events
+        for hop, _, next_sender in chain:
+            if next_sender is not None:
                 # Forward may write into buffers, and the next step into all of it, which this device sends on first.
-                _devices.wait_stream(hop.arrives_on, _send_stream(hop.device))
+                _devices.wait_stream(hop.arrives_on, next_sender)
             with self._lock:
                 self._last[hop.reader, False] = _devices.Event(hop.arrives_on)
 
