@@ -26,9 +26,12 @@ _STEPS = 6  # of which the last half are steady
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", type=int, nargs="+", choices=[*_WIDTHS], default=[1, 10, 30])
-    parser.add_argument("--rounds", type=int, default=8)
+    sizes = "of the transformers, in millions of parameters (default: 1 10 30)"
+    parser.add_argument("--sizes", type=int, nargs="+", choices=[*_WIDTHS], default=[1, 10, 30], help=sizes)
+    parser.add_argument("--rounds", type=int, default=8, help="new copies of each model (default: %(default)s)")
     options = parser.parse_args()
+    if options.rounds < 2:
+        parser.error(f"--rounds {options.rounds}: expected 2 or more")
     rows = []
     for name, model, inputs in models(options.sizes):
         parameters = sum(parameter.numel() for parameter in model.parameters()) / 1e6

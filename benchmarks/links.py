@@ -37,9 +37,12 @@ class Found(NamedTuple):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--devices", type=int, nargs="+", default=[2, 3, 4, 8])
+    few = range(2, 17)  # as many as the asynchronous device can be
+    parser.add_argument("--devices", type=int, nargs="+", default=[2, 3, 4, 8], choices=few, metavar="{2..16}")
     parser.add_argument("--speed", type=int, default=500, help="of each link, each way, in MB/s (default: %(default)s)")
     options = parser.parse_args()
+    if options.speed < 1:
+        parser.error(f"--speed {options.speed}: expected 1 MB/s or more")
     os.environ.update(QUEUED_DEVICES=str(max(options.devices)), QUEUED_POISON="0", OMP_NUM_THREADS="1")
     sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
