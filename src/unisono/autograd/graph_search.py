@@ -113,7 +113,8 @@ def look_for_live_tensors(
     if not groups:  # outputs without tensors
         return CapturedTensors()
     captured: dict[int, torch.Tensor] = {}
-    has_reentrant_checkpoint = are_linked = has_batch_norm = False
+    reached_by: dict[Any, int] = {}  # nodes of tensors' histories, each with the first replica that leads to it
+    has_reentrant_checkpoint = are_linked = has_batch_norm = share_nodes = False
     histories = {tensor.grad_fn: tensor for tensor in blueprint.histories.values()}
     of_replicas = zip(names, zip(*(group.tensors for group in groups), strict=True), strict=True)
     for index, (place, outputs) in enumerate(of_replicas):
@@ -139,6 +140,8 @@ def look_for_live_tensors(
                 are_linked |= reached.replica != index
                 if reached.collector not in collectors and not in_one_graph:
                     raise RuntimeError(_GOES_ON.format(place=place))
+            elif not hasattr(reached, "variable"):
+                share_nodes |= reached_by.setdefault(reached, index) != index
             has_reentrant_checkpoint |= is_reentrant_checkpoint(reached)
             has_batch_norm |= graph_nodes.is_batch_norm_in_training(reached)
             # In one graph, that of an earlier forward goes on; what leads to live parameters is not summed over ranks.
@@ -148,7 +151,7 @@ def look_for_live_tensors(
                     "outside forward and requires grad. Pass it to the model as an input, compute it in "
                     "forward, or detach() it."
                 )
-    return CapturedTensors([*captured.values()], has_reentrant_checkpoint, are_linked, has_batch_norm)
+    return CapturedTensors([*captured.values()], has_reentrant_checkpoint, are_linked, has_batch_norm, share_nodes)
 
 
 def _leads_to_parameters(tensor: torch.Tensor, blueprint: Blueprint) -> bool:

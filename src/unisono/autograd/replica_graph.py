@@ -125,6 +125,7 @@ class CapturedTensors(NamedTuple):
         has_reentrant_checkpoint: whether a node runs a backward of its own for a checkpoint.
         are_linked: whether a replica's graph leads to another replica's tensors.
         has_batch_norm: whether a replica has normalised its rows by their statistics.
+        share_nodes: whether two replicas' graphs lead to one node, such as the history of a captured tensor.
         has_checkpoint: whether an activation checkpoint runs forward again in backward.
         ways: those between outputs.
     """
@@ -133,6 +134,7 @@ class CapturedTensors(NamedTuple):
     has_reentrant_checkpoint: bool = False
     are_linked: bool = False
     has_batch_norm: bool = False
+    share_nodes: bool = False
     has_checkpoint: bool = False
     ways: Ways = Ways()
 
@@ -295,8 +297,8 @@ class ReplicaGraphs:
         in_one_call = batched or self._needs_one_call(in_device_thread=in_device_thread)
         here = self._on_device_of(output_grads) if in_device_thread else None
         run: _Run = self._run_in_one_call if in_one_call else partial(self._run_together, here=here)
-        # Graphs that share a tensor may share nodes, which the first replica's backward must not free.
-        keep = keep or (bool(self.leaves) and not in_one_call)
+        # The first replica's backward must not free what another one's graph leads to.
+        keep = keep or (self.captured.share_nodes and not in_one_call)
         grads = self._parts_of(output_grads)
         if totals:
             run = self._with_totals(totals, output_grads, grads, run)
