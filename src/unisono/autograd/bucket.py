@@ -608,7 +608,7 @@ def joined_gradients(
     for each in contributions:
         for n, gradient in zip(plan.numbers[each.bucket], each.gradients, strict=True):
             if gradient is not None:
-                found[n] = added(found[n], _devices.copy_to(gradient, live[n].device))
+                found[n] = added(found[n], _devices.moved_to(gradient, live[n].device))
     return found
 
 

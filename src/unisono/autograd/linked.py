@@ -53,10 +53,10 @@ class BoundaryTensor(NamedTuple):
 
     def part(self, tensor: torch.Tensor, index: int, device: torch.device) -> torch.Tensor | None:
         part = self.placement.part(tensor, index)
-        return part if part is None or part.device == device else _devices.copy_to(part, device)
+        return part if part is None or part.device == device else _devices.moved_to(part, device)
 
     def join(self, parts: Sequence[torch.Tensor | None]) -> torch.Tensor:
-        on_device = [p if p is None or p.device == self.device else _devices.copy_to(p, self.device) for p in parts]
+        on_device = [p if p is None or p.device == self.device else _devices.moved_to(p, self.device) for p in parts]
         return self.placement.join(on_device)
 
     def join_gradients(self, parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:

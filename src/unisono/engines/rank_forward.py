@@ -220,7 +220,7 @@ class Ranks:
         reached = leaves_and_nodes([tensor for _, tensor in pytree.tensors(output)])
         if any(is_reentrant_checkpoint(node) for node in reached if not isinstance(node, torch.Tensor)):
             raise RuntimeError(_REENTRANT)
-        return pytree.map_tensors(lambda tensor: _devices.copy_to(tensor, plan.output_device), output)
+        return pytree.map_tensors(lambda tensor: _devices.moved_to(tensor, plan.output_device), output)
 
 
 class _MethodAsForward(nn.Module):

@@ -198,7 +198,7 @@ def _lower_limits(row_limits: dict[int, int], plan: StepPlan, module: nn.Module,
         others = {j for j, limit in enumerate(limits) if limit > 1 and plan.devices[j] == plan.devices[i]}
         if not others:
             row_limits.pop(plan.replica_numbers[i], None)  # parts did not help
-            return NO_PARTS.format(where=where[i], reason="a single row needs more memory than the device has.")
+            return NO_PARTS.format(where=where[i], reason="a single row needs more memory than the device has")
         lowered |= others
     for i in sorted(lowered):
         row_limits[plan.replica_numbers[i]] = limits[i] // 2

@@ -105,9 +105,9 @@ NOTES = {
 # torch warns where `.grad` of a tensor that is no leaf is read, as torch.compile does. A replica's parameters have one.
 _GRAD_OF_NO_LEAF = ("ignore", re.compile("The .grad attribute of a Tensor that is not a leaf"), UserWarning, None, 0)
 _while_one_replica_runs = StandIns()
-for stand_ins in (while_replicas_run, _while_one_replica_runs):
-    stand_ins.add(lambda: [(warnings, "filters", lambda filters: [_GRAD_OF_NO_LEAF, *filters])])
-    stand_ins.add(checkpoints.checkpoints_noted)
+for _stand_ins in (while_replicas_run, _while_one_replica_runs):
+    _stand_ins.add(lambda: [(warnings, "filters", lambda filters: [_GRAD_OF_NO_LEAF, *filters])])
+    _stand_ins.add(checkpoints.checkpoints_noted)
 # Where it is set (Python 3.14 without the lock), `warnings.catch_warnings` has filters in a context variable instead of
 # `warnings.filters`. Without the private functions of Python for it the warning is seen in such a block.
 _CATCHING_HAS_FILTERS = bool(getattr(sys.flags, "context_aware_warnings", False)) and hasattr(warnings, "_set_context")
@@ -261,7 +261,7 @@ class Step:
         replicas.writes = self._writes if self._writes is not None and self._writes.looks_at_backward else None
         runs_whole = plan.runs_whole and not self._memory.row_limits
         replicas.run_whole, replicas.rows = runs_whole, plan.sizes if runs_whole else plan.sizes_of_runs
-        replicas.is_only = plan.in_one_graph
+        replicas.in_one_graph = plan.in_one_graph
         is_as_before = not replicas.are_new and replicas.attributes.is_current()
         self._kept = [] if is_as_before else replicas.assigned(outputs)
         if timeline.recording:

@@ -59,10 +59,10 @@ def replicate(network: M, devices: Sequence[DeviceLike], detach: bool = False) -
             tensors = blueprint.buffers_for(copies, shared=device not in targets[:number])
             if detach or device != source:
                 for key, parameter in blueprint.parameters.items():
-                    there = _devices.copy_to(parameter, device)
+                    there = _devices.moved_to(parameter, device)
                     tensors[key] = there.detach() if detach else there
             for key, constant in blueprint.constants_on(source).items():
-                tensors[key] = _devices.copy_to(constant, device)
+                tensors[key] = _devices.moved_to(constant, device)
             (root, *_), _ = blueprint.stamp(tensors)
             replicas.append(root)
         warn_of_observers(blueprint, targets, of_process)
