@@ -339,7 +339,7 @@ def test_a_tensor_that_is_not_the_modules_leaves_compiled_parts_their_donated_bu
     """N1: graphs are kept for each other only where they share nodes, as by the history of such a tensor."""
 
     def forward(net: Any, x: torch.Tensor) -> torch.Tensor:
-        return net.body(x) * held.shift
+        return net.body(x) * held.shift.to(x)
 
     def gradients(model: Any, history: bool) -> list[Any]:
         held.shift = leaf.exp() if history else leaf
