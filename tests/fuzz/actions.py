@@ -224,8 +224,9 @@ def backward_of_a_part(side: Side, step: Step) -> None:
         side.backward(side.loss(output))
 
 
-# A SampleList's entries, and what hooks see of them, are each replica's own.
-@training(weight=3, without=("reentrant", "ranks", "outputs: sample list"))
+# A SampleList's entries, and what hooks see of them, are each replica's own. To the gradient of a parameter replicas
+# compute those of its bucket: as for `gradients_of_some`, a checkpoint runs that one device needs not.
+@training(weight=3, without=("reentrant", "ranks", "outputs: sample list", "checkpointed buffers, a parameter"))
 def gradients_between_outputs(side: Side, step: Step) -> None:
     """By torch.autograd.grad, then by tensors that keep theirs and by hooks that change it."""
     outputs = floats_in(side.forward(step.rows, step.seed))
@@ -422,8 +423,9 @@ def anomaly_mode(side: Side, step: Step) -> None:
 @training(without=("compiled", "reentrant"))
 def backward_in_a_mode(side: Side, step: Step) -> None:
     """Forward was outside of the mode, which other threads cannot join; gradients are asked for in every way."""
-    with Scaling():
-        side.backward(side.loss_of(step.rows, step.seed))
+    if not side.has("written in backward"):  # the plain composition runs, in which checkpoints write replicas' buffers
+        with Scaling():
+            side.backward(side.loss_of(step.rows, step.seed))
     loss = side.loss_of(step.rows, step.seed + 1)
     with Scaling():
         side.backward(loss, retain_graph=True)
@@ -562,15 +564,17 @@ class _Interrupts:
 def _cut_off(side: Side, step: Step, hook: Any, run: Callable[[], object], in_backward: bool = False) -> None:
     """Run what a hook cuts off; then the training goes on.
 
-    A forward that is cut off leaves buffers as they were, which the plain module's does not.
+    A forward that is cut off leaves buffers as they were. The plain module's does not; nor does one device alone, which
+    measured shares may try, or choose.
     """
     values = side.values()
+    runs_itself = side.is_plain or any(wrapper._options.measured is not None for wrapper in side.wrappers())
     try:
         run()
         side.observe("cut off", False)
     except (DeliberateError, KeyboardInterrupt):
         side.observe("cut off", True)
-        if side.is_plain and not in_backward:
+        if runs_itself and not in_backward:
             side.restore(values)
     finally:
         hook.remove()

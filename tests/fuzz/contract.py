@@ -53,7 +53,9 @@ def _stated() -> Iterator[tuple[str, Program]]:
 PROGRAMS = {
     **dict(_stated()),
     "a shared layer in a mode": Program(("tied/weight, layer",), _steps("backward_in_a_mode")),
-    "a wrapper in a wrapper's parts": Program((), _steps("train", "backward_in_a_mode"), wraps="twice", parts=2),
+    "a wrapper in a wrapper's parts": Program(
+        ("linear/no bias",), _steps("train", "backward_in_a_mode"), wraps="twice", parts=2
+    ),
 }
 
 

@@ -21,6 +21,7 @@ from unisono.primitives.inputs import Arguments, scattered
 from unisono.primitives.outputs import Group, Outputs
 from unisono.primitives.placements import PaddedShard, Shard, Stack
 from unisono.primitives.split_sizes import split_rows
+from unisono.runtime.torch_private.modes import without_modes
 
 NO_PARTS = "cannot run the rows of {where} in parts (rescue=True, parts=): {reason}."
 
@@ -112,7 +113,8 @@ def _with_attributes_of_now(
     """Return a function for which the module's attributes are those of now, in each call: of parts, and in backward.
 
     What a part assigns is lost, as what a replica assigns is; else the next part, and the second computation of each,
-    would find it. Also returns what ends the first computation: the replica then has what the last part has assigned.
+    would find it. Also returns what ends the first computation: the replica then has what the last part has assigned,
+    and modes around backward do not see the second.
     """
     assigned: list[tuple[dict[str, Any], dict[str, Any]]] | None = []
     dicts = [module.__dict__ for module in root.modules()]
@@ -130,10 +132,10 @@ def _with_attributes_of_now(
                 fill(target, items)
 
     def end() -> None:
-        nonlocal assigned
+        nonlocal assigned, function
         for target, items in assigned or ():
             fill(target, items)
-        assigned = None
+        assigned, function = None, without_modes(function)
 
     return part, end
 

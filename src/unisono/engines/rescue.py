@@ -35,7 +35,7 @@ from unisono.runtime import devices as _devices
 from unisono.runtime.errors import add_note, described, log, notes_of
 from unisono.runtime.streams import current_streams_of, wait_for_makers
 from unisono.runtime.thread_state import ThreadState
-from unisono.runtime.torch_private import checkpoints, foreach
+from unisono.runtime.torch_private import checkpoints, foreach, modes
 
 T = TypeVar("T")
 _requires_grad = attrgetter("requires_grad")
@@ -166,8 +166,9 @@ class Replay:
         try:
             _devices.set_random_states(self._random, self._call.plan.devices)
             self._buffers.restore()
+            forward = modes.without_modes(self._forward)
             with self._thread.applied():
-                run_rescued(self._row_limits, self._call.plan, self._module, lambda _: self._forward(self._call, self))
+                run_rescued(self._row_limits, self._call.plan, self._module, lambda _: forward(self._call, self))
         finally:
             self._graphs = None
             write_values(buffers, values)
