@@ -29,7 +29,7 @@ from unisono.engines.step_plan import Call, StepPlan, called, carries_objects, c
 from unisono.inference.batch_map import Callee
 from unisono.inference.lane_choice import choice_for
 from unisono.leftovers.attributes import AnyReplicas
-from unisono.leftovers.buffers import buffer_registries, commit_buffers
+from unisono.leftovers.buffers import buffer_registries, commit_buffers, unchanged_on_failure
 from unisono.leftovers.first_steps import AtEnd, Look, refuse_scripted_batch_norm
 from unisono.leftovers.report import Kind
 from unisono.leftovers.shared import Search
@@ -43,7 +43,7 @@ from unisono.primitives.inputs import Arguments, scattered
 from unisono.primitives.measured_shares import MeasuredShares, StepTime
 from unisono.primitives.outputs import LiveTensors
 from unisono.primitives.placements import check_have_data
-from unisono.primitives.replicate import check_device, live_tensors_of, unchanged_on_failure
+from unisono.primitives.replicate import check_can_be_replicated, live_tensors_of
 from unisono.primitives.split_sizes import split_rows
 from unisono.runtime import devices as _devices
 from unisono.runtime import timeline
@@ -578,7 +578,7 @@ def plain_composition(
 ) -> Any:
     """Run the four verbs one after the other. Args: as for `plan_of`."""
     module, options, here = wrapper.module, wrapper._options, device_of_replica(wrapper)
-    check_device(module, chain(module.parameters(), module.buffers()), here or options.devices[0])
+    check_can_be_replicated(module, chain(module.parameters(), module.buffers()), here or options.devices[0])
     plan, arguments = None, Arguments(inputs, kwargs, options.dim)
     if not _overrides(wrapper, "scatter"):  # a user's own may find rows where ours sees none
         plan = plan_of(wrapper, method, _with_rows(wrapper, method, arguments), None, measured)

@@ -23,13 +23,8 @@ from unisono.leftovers.attributes import (
     registered,
     told_apart,
 )
-from unisono.leftovers.buffers import (
-    BuffersInBackward,
-    buffer_registries,
-    commit_buffers,
-    histories,
-    versions_of,
-)
+from unisono.leftovers.buffers import buffer_registries, commit_buffers, histories, versions_of
+from unisono.leftovers.buffers_in_backward import BuffersInBackward
 from unisono.leftovers.report import Kind, Leftovers
 from unisono.leftovers.shared import SharedWrites
 from unisono.leftovers.written_parameters import WrittenParameters, in_each

@@ -27,10 +27,10 @@ from torch import nn
 from unisono.autograd.replica_graph import ReplicaGraphs
 from unisono.engines.parts import NO_PARTS, why_no_parts
 from unisono.engines.step_plan import Call, StepPlan
+from unisono.leftovers.buffers import unchanged_on_failure, write_values
 from unisono.primitives import pytree
 from unisono.primitives.blueprint import Blueprint
 from unisono.primitives.change_tracking import fill, restore
-from unisono.primitives.replicate import unchanged_on_failure, write_values
 from unisono.runtime import devices as _devices
 from unisono.runtime.errors import add_note, described, log, notes_of
 from unisono.runtime.streams import current_streams_of, wait_for_makers

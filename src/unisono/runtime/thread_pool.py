@@ -61,8 +61,8 @@ _EXIT_LOOK_S = 0.05  # how often exit looks
 # Whether an object belongs to the thread that has made it: in the builds of Python that can run without the global lock
 # (PEP 703, "Biased Reference Counting"), with the lock on as well.
 OBJECTS_HAVE_THREADS = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))
-# What `seen_by_backward` is given around a backward of replicas' graphs, whose nodes may run forward again: torch runs
-# those of accelerators in threads of its own, and one call may run the graphs of all replicas in the caller's.
+# What `with_backward_context` is given around a backward of replicas' graphs, whose nodes may run forward again: torch
+# runs those of accelerators in threads of its own, and one call may run the graphs of all replicas in the caller's.
 OF_REPLICAS = "of replicas"
 
 
@@ -301,7 +301,7 @@ def as_first_replica(devices: Sequence[torch.device], state: ThreadState) -> Ite
 
 def inside_replica() -> bool:
     """Return whether the calling thread is running a replica's task, or nodes of its graph (`OF_REPLICAS`)."""
-    return _thread.replica_device is not None or (engine.sees_anything() and OF_REPLICAS in engine.seen_in_backward())
+    return _thread.replica_device is not None or (engine.sees_anything() and OF_REPLICAS in engine.backward_context())
 
 
 def replica_device() -> torch.device | None:
