@@ -645,7 +645,7 @@ def _visible(present: Sequence[torch.device], argument: str) -> str:
         if variable in os.environ:
             visible += f" ({variable}={os.environ[variable]!r} hides the others and numbers these from 0)"
     if not present and argument == "device_ids":
-        visible += '. For replicas on the CPU write ["cpu"] * 2'
+        visible += '. For replicas on the CPU write ["cpu"] * 2; indices, such as [0, 1], run the plain module here'
     return visible
 
 
