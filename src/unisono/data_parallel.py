@@ -74,7 +74,7 @@ class DataParallel(Wrapper, nn.DataParallel[M]):
         module: the model; with two or more devices, its parameters and buffers are on the first one.
         device_ids: one device a replica: accelerator indices, strings or `torch.device`s; `["cpu"] * 4` is four
             replicas on the CPU, and a device may be named twice. None: every accelerator. On a machine without
-            accelerators None, an empty list and indices mean the plain module.
+            accelerators None, an empty list and indices mean the plain module; a name such as "cuda:0" is an error.
         output_device: where outputs are gathered; None: the first device.
         dim: the axis of the rows, in every input and output tensor that is not 0-dim.
         shares: how many rows each replica gets. "chunk": ceil(rows / n) each, torch's rule; "even": differing by one
@@ -551,12 +551,18 @@ class DataParallel(Wrapper, nn.DataParallel[M]):
             gradient_sync.next_weight = number
 
     def extra_repr(self) -> str:
-        """Return what `repr(model)` says beside the module: the devices.
+        """Return what `repr(model)` says beside the module: the devices, and on several how rows are shared.
 
-        >>> unisono.DataParallel(torch.nn.Linear(5, 2), ["cpu", "cpu"]).extra_repr()
-        'devices=[cpu, cpu]'
+        >>> unisono.DataParallel(torch.nn.Linear(5, 2), ["cpu", "cpu"], sync_batch_norm=True).extra_repr()
+        "devices=[cpu, cpu], shares='chunk', sync_batch_norm=True"
         """
-        return f"devices=[{', '.join(map(str, self._options.devices))}]"
+        options = self._options
+        if not options.devices:
+            return "devices=[]: no accelerator, so the plain module runs"
+        devices = f"devices=[{', '.join(map(str, options.devices))}]"
+        if len(options.devices) == 1:
+            return devices
+        return f"{devices}, shares={options.shares!r}, sync_batch_norm={options.sync_batch_norm}"
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Do what `half`, `to` and their like do; replicas refer no longer to the memory that this replaces."""
