@@ -20,7 +20,7 @@ from unisono.scripts.install import install
 from unisono.verification.report import Report
 from unisono.verification.verify import verify
 
-__version__ = "0.1.0"
+__version__ = "0.1.0.dev0"
 
 __all__ = [
     "DataParallel",
