@@ -81,7 +81,7 @@ def test_a_step_that_is_measured(capsys: pytest.CaptureFixture[str], monkeypatch
     out = capsys.readouterr().out
     assert "9.6e-05 MB of gradients, in one bucket: measured with 8 rows on cpu, in " in out
     assert "steps, whose quartiles are" in out
-    assert "ms. 1 device a machine; between machines" in out
+    assert " 1 device a machine; between machines" in out
     assert "# How far will own:build scale? An upper bound" in Path("runs/plan/plan.md").read_text()
 
 
