@@ -68,7 +68,8 @@ class DataParallel(Wrapper, nn.DataParallel[M]):
     the replicas; outputs are in the order of the inputs. For a module whose rows do not interact, outputs and
     gradients are the plain module's within float rounding; where rows do interact (batch normalisation in training),
     each replica sees its own rows only, as in `torch.nn.DataParallel`. With `sync_batch_norm=True` batch norm sees the
-    whole batch, and the numbers are the plain module's again. Forward may not write into parameters: that is an error.
+    whole batch, and the numbers are the plain module's again. What forward writes into parameters is kept if all
+    replicas write the same; else it is an error.
 
     Args:
         module: the model; with two or more devices, its parameters and buffers are on the first one.
@@ -587,7 +588,7 @@ class DataParallel(Wrapper, nn.DataParallel[M]):
             >>> [timing.rows for timing in model.replica_timings]
             [16, 15]
 
-        Empty before the first step, with one device, and with overridden primitives.
+        Empty before the first step, where the plain module runs, and with overridden primitives.
         """
         return self._step_memory.timings
 
@@ -634,12 +635,12 @@ class _OfOneCall(DataParallel):
     _says_names_of_both = False
 
 
-def arguments_of(function: Callable[..., Any]) -> list[str]:
+def argument_names(function: Callable[..., Any]) -> list[str]:
     """Return the names of the arguments of a function or class, without those that it only refuses."""
     return [name for name, p in inspect.signature(function).parameters.items() if p.kind is not p.VAR_KEYWORD]
 
 
-ARGUMENTS = arguments_of(DataParallel)
+ARGUMENTS = argument_names(DataParallel)
 # What to say of arguments that a function does not have, and other libraries or `DataParallel` have.
 ELSEWHERE = dict.fromkeys(ARGUMENTS, "unisono.DataParallel has it") | OF_OTHER_LIBRARIES
 # Of modules that were run by `data_parallel`, which makes a wrapper for each call.
@@ -684,7 +685,7 @@ def data_parallel(
     Raises:
         RuntimeError: a parameter that is not on the first device. Else as the four primitives.
     """
-    check_names(unknown, arguments_of(data_parallel), "data_parallel", ELSEWHERE)
+    check_names(unknown, argument_names(data_parallel), "data_parallel", ELSEWHERE)
     check_module(module, "module")
     check_dim(dim)
     inputs = inputs_of(inputs)

@@ -19,7 +19,7 @@ from typing import Any, Never
 import torch
 from torch import nn
 
-from unisono.data_parallel import ELSEWHERE, arguments_of, data_parallel, inputs_of
+from unisono.data_parallel import ELSEWHERE, argument_names, data_parallel, inputs_of
 from unisono.data_parallel import DataParallel as OwnDataParallel
 from unisono.primitives.checks import check_names
 from unisono.primitives.dims import Scalars
@@ -90,7 +90,7 @@ def install(
     Raises:
         TypeError, ValueError: arguments that cannot be used.
     """
-    check_names(unknown, arguments_of(install), "install", ELSEWHERE)
+    check_names(unknown, argument_names(install), "install", ELSEWHERE)
     devices = None if device_ids is None else tuple(_devices.resolve(device_ids))
     options: dict[str, Any] = {
         "shares": shares,
