@@ -27,6 +27,7 @@ from helpers.twins import rows_of, twins
 from unisono.distributed.bucketed_all_reduce import plan_for_ranks
 from unisono.distributed.process_group import Communicator, communicator_for
 from unisono.primitives.measured_shares import MeasuredShares
+from unisono.runtime import timeline
 
 SIZES = [[4, 9, 5, 1], [7, 3, 0, 2], [1, 1, 1, 1], [0, 6, 2, 5]]
 ONE, TWO = 1, 2  # replicas of a rank
@@ -791,6 +792,13 @@ def test_a_profile_shows_the_backward_of_a_step_and_the_sum(rank: int, options: 
         phases = [each.phases(lane) for lane in each.lanes]
         for phase in ("forward", "backward", "reduce"):
             assert sum(of_lane.get(phase, 0) for of_lane in phases) > 0
+    with model.profile() as profile:  # two forwards in one backward
+        for each, x, y in both(rank, model, oracle, 2):
+            (mse_loss(each(x), y) + each(2 * x).square().mean()).backward()
+    assert_same_gradients(model.module, oracle, 1e-12, 1e-14)
+    (both_forwards,) = profile.steps()
+    assert [span.phase for span in both_forwards.passes] == ["forward"] * 2 + ["backward"] * 2
+    assert timeline.current_step() is None
 
 
 class Carries(nn.Module):

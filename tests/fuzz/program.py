@@ -72,7 +72,10 @@ class Program(_PrintedAsPython):
         of_outputs = ("Both are outputs of the module",) if runs_again or self.outputs in _ONE_NUMBER else ()
         in_a_mode = "batch norm" in self.traits and any(step.action == "backward_in_a_mode" for step in self.steps)
         of_modes = ("a dispatch or function mode around backward",) if in_a_mode else ()  # replicas exchange values
-        return *of_blocks, *INPUTS[self.inputs].said, *OUTPUTS[self.outputs].said, *of_outputs, *of_modes
+        # A parameter that `load_state_dict(assign=True)` has replaced, and that a dict still has, in two wrappers.
+        is_left = "containers" in self.traits and self.wraps in ("twice", "both")
+        of_left = ("computed outside forward and requires grad",) if is_left else ()
+        return *of_blocks, *INPUTS[self.inputs].said, *OUTPUTS[self.outputs].said, *of_outputs, *of_modes, *of_left
 
     def __post_init__(self) -> None:
         of_blocks = {trait for block in self.blocks for trait in (block.partition("/")[0], *traits_of(block))}

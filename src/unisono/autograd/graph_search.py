@@ -142,6 +142,13 @@ def search_graphs(
                 if reached.requires_grad:
                     captured[id(reached)] = reached
                 continue
+            # In one graph, that of an earlier forward goes on; what leads to live parameters is not summed over ranks.
+            if reached in histories and (not in_one_graph or _leads_to_parameters(histories[reached], blueprint)):
+                raise RuntimeError(
+                    f"{place} used {blueprint.name_of(histories[reached])}, a tensor that was computed "
+                    "outside forward and requires grad. Pass it to the model as an input, compute it in "
+                    "forward, or detach() it."
+                )
             if is_bucket_node(reached):
                 are_linked |= reached.replica != index
                 if reached.collector not in collectors and not in_one_graph:
@@ -150,13 +157,6 @@ def search_graphs(
                 share_nodes |= reached_by.setdefault(reached, index) != index
             has_reentrant_checkpoint |= is_reentrant_checkpoint(reached)
             has_batch_norm |= graph_nodes.is_batch_norm_in_training(reached)
-            # In one graph, that of an earlier forward goes on; what leads to live parameters is not summed over ranks.
-            if reached in histories and (not in_one_graph or _leads_to_parameters(histories[reached], blueprint)):
-                raise RuntimeError(
-                    f"{place} used {blueprint.name_of(histories[reached])}, a tensor that was computed "
-                    "outside forward and requires grad. Pass it to the model as an input, compute it in "
-                    "forward, or detach() it."
-                )
     return CapturedTensors([*captured.values()], has_reentrant_checkpoint, are_linked, has_batch_norm, share_nodes)
 
 

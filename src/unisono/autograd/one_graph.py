@@ -75,15 +75,13 @@ class OneGraph:
             if collector.running(number) is not None:
                 return
             began, keeps = time.perf_counter(), engine.backward_keeps_graph()
-            recorded = None
-            if self._step is not None and self._step.is_open:
-                recorded = self._step.recorded(timeline.BACKWARD, timeline.BACKWARD)
-                recorded.__enter__()
+            is_recorded = self._step is not None and self._step.is_open
+            end_recording = timeline.begin_backward(self._step) if is_recorded else None  # type: ignore[arg-type]
 
             def end() -> None:
                 collector.backwards.pop(number, None)
-                if recorded is not None:
-                    recorded.__exit__(None, None, None)
+                if end_recording is not None:
+                    end_recording()
                 self._timing.backward_s = time.perf_counter() - began
                 if not keeps:
                     self._on_release()

@@ -39,7 +39,8 @@ recording: set[object] = set()  # what is open in this process that records
 
 _HOST = DeviceClock(torch.device("cpu"))
 
-# `step`: the one whose pass this thread runs, unless it is in a replica; `track`: where this thread is recorded.
+# `step`: the one whose pass this thread runs, unless it is in a replica; `track`: where this thread is recorded;
+# `end_backward`: ends what `begin_backward` has begun.
 _thread = threading.local()
 
 
@@ -273,6 +274,26 @@ def one_backward_of(timings: Sequence[ReplicaTiming]) -> Iterator[None]:
     finally:
         for track in own:
             track.leave()
+
+
+def begin_backward(step: StepRecording) -> Callable[[], None]:
+    """Record the calling thread as in the backward of a step, until the function that is returned is called.
+
+    Where one backward reaches several steps, each is recorded until the next one begins.
+    """
+    end_before: Callable[[], None] | None = getattr(_thread, "end_backward", None)
+    if end_before is not None:
+        end_before()
+    recorded = step.recorded(BACKWARD, BACKWARD)
+    recorded.__enter__()
+
+    def end() -> None:
+        if getattr(_thread, "end_backward", None) is end:
+            _thread.end_backward = None
+            recorded.__exit__(None, None, None)
+
+    _thread.end_backward = end
+    return end
 
 
 def mark(phase: str) -> None:
