@@ -48,7 +48,15 @@ _ROW = re.compile(r"^\| ([A-Z]\d+) \| (.*) \|$")
 _MORE_OF_ROW = re.compile(r"^\*\*([A-Z]\d+)\.\*\* (.+?)\n$", re.MULTILINE | re.DOTALL)  # a paragraph under a table
 _CHINESE = ".zh-CN.md"
 # Sources, single cases and records would come before the guides, because they are most of the text.
-NOT_SEARCHED = ("source/", "behaviour/", "benchmarks/", "test-records.md", "terms.md")
+NOT_SEARCHED = (
+    "source/",
+    "behaviour/",
+    "benchmarks/",
+    "test-records.md",
+    "terms.md",
+    "architecture.md",
+    "asynchronous-device.md",
+)
 _HIDDEN = "---\nsearch:\n  exclude: true\n---\n\n"
 _LANGUAGES = {".py": "python", ".toml": "toml", ".json": "json", ".ini": "ini", ".txt": "text", "": "text"}
 
