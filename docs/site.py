@@ -53,6 +53,8 @@ NOT_SEARCHED = (
     "behaviour/",
     "benchmarks/",
     "test-records.md",
+    "what-has-run.md",
+    "libraries.md",
     "terms.md",
     "architecture.md",
     "asynchronous-device.md",

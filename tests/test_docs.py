@@ -21,9 +21,11 @@ from torch._utils import ExceptionWrapper
 
 import unisono
 import unisono.testing
+from helpers import page_tables
 from helpers.benchmarks import import_file
 from helpers.forked import forked
 from helpers.modules import Calls
+from helpers.page_tables import read_table
 from helpers.programs import run_scripts
 from helpers.ranks import free_port
 from helpers.rows import BEHAVIOUR, find_tests_by_row, rows_of_behaviour
@@ -61,7 +63,7 @@ MOST_WORDS = {
     "install.md": 250,
     "two-devices.md": 600,
     "from-data-parallel.md": 700,
-    "from-ddp.md": 400,
+    "from-ddp.md": 450,
     "notebook.md": 400,
     "run.md": 450,
     "trainer.md": 350,
@@ -88,6 +90,8 @@ MOST_WORDS = {
     "differences.md": 700,
     "errors.md": 900,
     "compatibility.md": 500,
+    "what-has-run.md": 1500,
+    "libraries.md": 850,
     "benchmark.md": 400,
     "boundaries.md": 450,
     "training-step.md": 600,
@@ -118,7 +122,7 @@ def test_a_page_is_short_enough_to_be_read(built) -> None:
     assert set(entries) == MOST_WORDS.keys() | NO_LIMIT
     words = {page: num_words(built.pages[page]) for page in entries}
     assert {page: words[page] for page, most in MOST_WORDS.items() if words[page] > most} == {}
-    assert statistics.median(words.values()) <= 500
+    assert statistics.median(words.values()) <= 400
 
 
 def test_a_page_has_one_name(built) -> None:
@@ -259,7 +263,7 @@ def test_the_readme_is_short(path: str, most_words: int) -> None:
 
 def test_the_home_page_claims_what_the_readme_does() -> None:
     readme, home = (path.read_text(encoding="utf-8") for path in (ROOT / "README.md", ROOT / "docs" / "index.md"))
-    for block in (r"^```diff\n.*?^```$", r"^\| on four devices.*?\n\n"):
+    for block in (r"^```diff\n.*?^```$", r"^```python\n.*?^With .*?$", r"^\| on four devices.*?\n\n"):
         assert re.findall(block, home, re.MULTILINE | re.DOTALL) == re.findall(block, readme, re.MULTILINE | re.DOTALL)
 
 
@@ -269,9 +273,54 @@ def test_the_code_of_the_readme_runs(path, tmp_path, capsys):
     torch.manual_seed(0)
     given = {"unisono": unisono, "net": nn.Linear(5, 2), "criterion": nn.functional.cross_entropy}
     given |= {"inputs": torch.randn(30, 5), "labels": torch.randint(2, (30,))}
+    given |= {"torch": torch, "nn": nn}
     exec(compile(program_of((ROOT / path).read_text(encoding="utf-8")), path, "exec"), given)
     assert isinstance(given["model"], unisono.DataParallel)
-    assert "same: " in capsys.readouterr().out
+    assert "differs: 9 of 27 comparisons" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("path", ["README.md", "README.zh-CN.md"])
+def test_the_readme_shows_what_its_four_lines_print(path: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """They are those of the example; and what the argument that they name changes is shown, too."""
+    text = (ROOT / path).read_text(encoding="utf-8")
+    example = (ROOT / "examples" / "four_lines.py").read_text(encoding="utf-8")
+    lines, shown = re.search(r"^```python\n(.*?)^```\n.*?((?:^    [^\n]*\n)+)", text, re.MULTILINE | re.DOTALL).groups()
+    assert len(lines.splitlines()) == 4
+    assert example.endswith(lines)
+    for program in (example, example.replace('["cpu", "cpu"]', '["cpu", "cpu"], sync_batch_norm=True')):
+        with torch.random.fork_rng(devices=[]):
+            exec(compile(program, "four_lines.py", "exec"), {})
+    printed = capsys.readouterr().out
+    assert "".join(f"{line[4:]}\n" for line in shown.splitlines()) in printed
+    assert printed.splitlines()[-1] == "same: 38 comparisons, in training and eval"
+    assert f"`{printed.splitlines()[-1]}`" in text
+
+
+what_has_run = import_file(ROOT / "docs" / "what_has_run.py", "docs_what_has_run")
+
+
+@pytest.mark.parametrize("path", what_has_run.pages())
+def test_the_tables_of_what_has_run_are_those_of_the_records(path: str) -> None:
+    """`python docs/what_has_run.py` writes them."""
+    assert read_table(ROOT / path, what_has_run.COMMAND) == what_has_run.pages()[path]
+
+
+def test_every_record_of_a_run_names_its_commit_python_and_torch() -> None:
+    """Or says that the record does not name it, and which commit brought the record."""
+    runs = what_has_run.runs()
+    assert len(runs) > 10
+    for run in runs:
+        assert re.search(r"\b[0-9a-f]{8}\b", run.commit), run
+        assert re.fullmatch(r"\d+\.\d+\.\d+", run.torch), run
+        assert re.match(r"\d+\.\d+|not recorded", run.python), run
+    failed_or_skipped = re.compile(r"[\d,]+|not noted")
+    assert all(failed_or_skipped.match(cell) for run in runs for cell in (run.passed, run.failed, run.not_run))
+
+
+def test_a_line_of_a_run_is_read_as_it_is_written() -> None:
+    line = page_tables.run_line()
+    assert what_has_run._RUN.search(line), line
+    assert re.fullmatch(r"[0-9a-f]{8,}( with changes)?|not recorded", page_tables.commit())
 
 
 pictures = import_file(ROOT / "docs" / "pictures.py", "docs_pictures")
@@ -559,17 +608,31 @@ def test_the_test_on_the_page_is_the_example() -> None:
     assert shown[1] in example
 
 
-def test_the_speeds_of_benchmark_figures_are_those_that_were_measured() -> None:
-    """`make bench` writes them."""
+def test_the_speeds_on_pages_are_those_that_were_measured() -> None:
+    """`make bench` writes them. What it calls no verdict, or lost in noise, is no figure on a page."""
     measured = json.loads((ROOT / "benchmarks" / "results.json").read_text(encoding="utf-8"))
-    page = (ROOT / "docs" / "benchmark.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| .*?\((\w+)\) \| ([\d.]+)[^|]* \| ([\d.]+) \|$", page, re.MULTILINE)
+    sections = re.split(r"^## ", (ROOT / "benchmarks" / "results.md").read_text(encoding="utf-8"), flags=re.MULTILINE)
+    no_verdict = {section.split()[0] for section in sections if "**No verdict**" in section}
+    goals = (ROOT / "benchmarks" / "goals.md").read_text(encoding="utf-8")
+    in_noise = set(re.findall(r"^\| torchrun on (\w+):.*lost in noise", goals, re.MULTILINE))
     speeds = {}
     for each in measured["workloads"]:
         turns = {line["contender"]: sorted(line["turns_s"]) for line in each["lines"]}
-        seconds = {name: lower_quartile(values) for name, values in turns.items()}
-        speeds[each["name"]] = tuple(f"{seconds[name] / seconds['threads']:.2f}" for name in ("ddp", "plain"))
-    assert {name: (of_ddp, of_plain) for name, of_ddp, of_plain in rows} == speeds
+        seconds, name = {name: lower_quartile(values) for name, values in turns.items()}, each["name"]
+        of_ddp, ranks, of_plain = (
+            f"{seconds[other] / seconds[own]:.2f}"
+            for other, own in (("ddp", "threads"), ("ddp", "torchrun"), ("plain", "threads"))
+        )
+        threads = ("no verdict", "no verdict") if name in no_verdict else (of_ddp, of_plain)
+        speeds[name] = (threads[0], ranks + ", within noise" * (name in in_noise), threads[1])
+    cell = r" ([^|]+) \|"
+    page = (ROOT / "docs" / "benchmark.md").read_text(encoding="utf-8")
+    rows = re.findall(rf"^\| (.*?) \((\w+)\) \|{3 * cell}$", page, re.MULTILINE)
+    assert {name: tuple(cells) for _, name, *cells in rows} == speeds
+    shown = (ROOT / "docs" / "from-ddp.md").read_text(encoding="utf-8").partition("## How fast?")[2]
+    assert re.findall(rf"^\| (.*?) \|{2 * cell}$", shown.partition("\n## ")[0], re.MULTILINE)[1:] == [
+        (model, *speeds[name][:2]) for model, name, *_ in rows
+    ]
 
 
 def test_the_figures_of_free_threading_are_those_that_were_measured() -> None:
@@ -582,7 +645,7 @@ def test_the_figures_of_free_threading_are_those_that_were_measured() -> None:
 
 def test_the_page_names_the_libraries_that_were_run():
     """`make clients` writes their table."""
-    records, page = ((ROOT / "docs" / name).read_text() for name in ("test-records.md", "compatibility.md"))
+    records, page = ((ROOT / "docs" / name).read_text() for name in ("libraries.md", "compatibility.md"))
     table = records.partition("<!-- written by make clients -->\n")[2].partition("<!-- end -->")[0]
     libraries = set(re.findall(r"^\| ([\w.-]+) \d[\w.]* \|", table, re.MULTILINE))
     listed = re.findall(r"^- \*\*\w+\*\*: (.+?)[;.]$", page, re.MULTILINE | re.DOTALL)
