@@ -178,7 +178,7 @@ dist: $(DIST)/.ready  ## build wheel and sdist, check both, install the wheel in
 	cd $(DIST)/try/empty && ../bin/python -I $(CURDIR)/examples/first_steps.py | tee first_steps.txt
 	grep -q '^same: 20 comparisons' $(DIST)/try/empty/first_steps.txt
 	cd $(DIST)/try/empty && ../bin/unisono train --model mlp --epochs 1 --devices 2 --output run && ls run
-	@grep -q '^\[project.urls\]' pyproject.toml || echo "pyproject.toml has no [project.urls] yet: do not upload" >&2
+	@grep -q '^\[project.urls\]' pyproject.toml || echo "pyproject.toml has no [project.urls] yet: do not upload; with an address, allow private reports of vulnerabilities (SECURITY.md)" >&2
 	@ls -l dist
 
 $(DIST)/.ready: constraints.txt

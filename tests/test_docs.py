@@ -102,6 +102,7 @@ MOST_WORDS = {
     "libraries.md": 850,
     "benchmark.md": 400,
     "boundaries.md": 450,
+    "stability.md": 350,
     "training-step.md": 600,
     "same-numbers.md": 500,
     "gpus.md": 500,
@@ -714,6 +715,27 @@ def test_the_api_pages_have_every_public_name_and_every_type() -> None:
     types = {cls for name, hint in hints if not name.startswith("_") for cls in classes_in(hint)}
     shown_types = {each for each in objects if isinstance(each, type)} | {StepRecording, Track}  # of what records
     assert {cls for cls in types - shown_types if cls.__module__.startswith("unisono")} == set()
+
+
+def test_the_page_of_what_will_not_change_has_every_public_name() -> None:
+    """Those of torch are in its table."""
+    page = (ROOT / "docs" / "stability.md").read_text(encoding="utf-8")
+    of_torch, names = (set(re.findall(r"`(\w+)`", part)) for part in page.split("\n## Names and options\n"))
+    assert [name for name in (*unisono.__all__, *unisono.testing.__all__) if name not in names] == []
+    options = inspect.signature(unisono.DataParallel).parameters
+    assert [name for name in list(options)[4:] if name != "unknown" and name not in names] == []
+    public = {name for name in vars(unisono.DataParallel) if not name.startswith("_")} - {"forward", "extra_repr"}
+    assert public - names - of_torch == set()
+    assert set(parsers()[1]) <= names
+
+
+def test_the_form_of_reports_and_the_page_of_security() -> None:
+    """A vulnerability has no public first contact; what the form asks to run is there."""
+    form = (ROOT / ".github" / "ISSUE_TEMPLATE" / "report.yml").read_text(encoding="utf-8")
+    assert "SECURITY.md" in form
+    for command in re.findall(r"`unisono ([^`]*)`", form):
+        parsers()[0].parse_args(shlex.split(command))
+    assert "Report it in private" in (ROOT / "SECURITY.md").read_text(encoding="utf-8")
 
 
 def test_every_field_on_the_api_pages_has_an_entry_of_its_own_with_a_type() -> None:
