@@ -359,7 +359,7 @@ def test_a_picture_is_that_of_the_script(name: str) -> None:
 
 def test_every_picture_is_on_a_page_and_each_svg_is_drawn_by_the_script() -> None:
     assert {path.stem for path in (ROOT / "docs").glob("*.svg")} == set(pictures.FILES)
-    pages = "".join(path.read_text(encoding="utf-8") for path in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+    pages = "".join(path.read_text(encoding="utf-8") for path in [*ROOT.glob("README*.md"), *(ROOT / "docs").glob("*.md")])
     drawn = [path.name for path in (ROOT / "docs").glob("*.*") if path.suffix in (".svg", ".png")]
     assert [name for name in drawn if f"]({name})" not in pages and f"/{name})" not in pages] == []
 
@@ -541,9 +541,10 @@ RUN = [
     "docs/install.zh-CN.md",
     "docs/from-data-parallel.zh-CN.md",
     "docs/processes-and-errors.zh-CN.md",
+    "docs/verify.zh-CN.md",
 ]
 # Of the whole process: names that are replaced, simulated devices.
-RUN_AS_PROGRAMS = ["docs/run.md", "docs/trainer.md", "docs/testing.md"]
+RUN_AS_PROGRAMS = ["docs/run.md", "docs/run.zh-CN.md", "docs/trainer.md", "docs/testing.md"]
 # Run by other means, or not at all.
 RUN_ELSEWHERE = {
     "docs/index.md": "README's, as a test above says",
@@ -789,6 +790,9 @@ def classes_in(hint: object) -> set[type]:
         ("断点续训", "processes-and-errors"),
         ("多进程", "processes-and-errors"),
         ("报错", "processes-and-errors"),
+        ("验证", "verify"),
+        ("不改代码", "run"),
+        ("不同", "differences"),
     ],
 )
 def test_a_word_of_the_field_is_on_its_chinese_page(built, words, page):
