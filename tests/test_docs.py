@@ -359,7 +359,8 @@ def test_a_picture_is_that_of_the_script(name: str) -> None:
 
 def test_every_picture_is_on_a_page_and_each_svg_is_drawn_by_the_script() -> None:
     assert {path.stem for path in (ROOT / "docs").glob("*.svg")} == set(pictures.FILES)
-    pages = "".join(path.read_text(encoding="utf-8") for path in [*ROOT.glob("README*.md"), *(ROOT / "docs").glob("*.md")])
+    paths = [*ROOT.glob("README*.md"), *(ROOT / "docs").glob("*.md")]
+    pages = "".join(path.read_text(encoding="utf-8") for path in paths)
     drawn = [path.name for path in (ROOT / "docs").glob("*.*") if path.suffix in (".svg", ".png")]
     assert [name for name in drawn if f"]({name})" not in pages and f"/{name})" not in pages] == []
 
