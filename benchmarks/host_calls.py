@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 import unisono
-from unisono.autograd.bucket import BucketSums
+from unisono.autograd.gradient_sums import BucketSums
 from unisono.console.tables import table
 from unisono.testing import separate_memory
 

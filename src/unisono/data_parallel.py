@@ -557,7 +557,7 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
             self._profile = None
 
 
-DataParallel._has_own_verbs = DataParallel
+DataParallel._class_of_verbs = DataParallel
 
 
 class _OfOneCall(DataParallel):

@@ -73,10 +73,10 @@ def decided(name: str, value: object, wrap: str) -> AttributeError:
 
 
 class Options:
-    """See the module's docstring; `unisono.DataParallel` says what each option means.
+    """The options of one wrapper, checked; `unisono.DataParallel` says what each means.
 
     Args:
-        devices: as in the attributes.
+        devices: one a replica; none where the plain module runs.
         options: the other options, by name.
 
     Raises:

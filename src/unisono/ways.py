@@ -29,7 +29,7 @@ from unisono.engines.step_plan import Call, StepPlan, called, carries_objects, c
 from unisono.inference.batch_map import Callee
 from unisono.inference.lane_choice import choice_for
 from unisono.leftovers.attributes import AnyReplicas
-from unisono.leftovers.buffers import buffer_registries, commit_buffers
+from unisono.leftovers.buffers import buffer_registries, commit_buffers, unchanged_on_failure
 from unisono.leftovers.first_steps import AtEnd, Look, refuse_scripted_batch_norm
 from unisono.leftovers.report import Kind
 from unisono.leftovers.shared import Search
@@ -43,7 +43,7 @@ from unisono.primitives.inputs import Arguments, scattered
 from unisono.primitives.measured_shares import MeasuredShares, StepTime
 from unisono.primitives.outputs import LiveTensors
 from unisono.primitives.placements import check_have_data
-from unisono.primitives.replicate import check_device, live_tensors_of, unchanged_on_failure
+from unisono.primitives.replicate import check_can_be_replicated, live_tensors_of
 from unisono.primitives.split_sizes import split_rows
 from unisono.runtime import devices as _devices
 from unisono.runtime import timeline
@@ -117,12 +117,12 @@ def check_method(module: nn.Module, method: str | None) -> None:
 
 def _overrides(wrapper: Wrapper, verb: str) -> bool:
     """Return whether a verb is a subclass's, or was assigned."""
-    return verb in wrapper.__dict__ or getattr(type(wrapper), verb) is not getattr(wrapper._has_own_verbs, verb)
+    return verb in wrapper.__dict__ or getattr(type(wrapper), verb) is not getattr(wrapper._class_of_verbs, verb)
 
 
 def overridden_verb(wrapper: Wrapper) -> str | None:
     """Return a verb that is overridden; None if none is."""
-    if type(wrapper) is wrapper._has_own_verbs and wrapper.__dict__.keys().isdisjoint(_VERBS):
+    if type(wrapper) is wrapper._class_of_verbs and wrapper.__dict__.keys().isdisjoint(_VERBS):
         return None
     return next((verb for verb in _VERBS if _overrides(wrapper, verb)), None)
 
@@ -173,8 +173,10 @@ def _on_the_module(wrapper: Wrapper, method: str | None, inputs: tuple[Any, ...]
 
 def _is_alone(options: Options, method: str | None, is_compiling: bool) -> bool:
     """Return whether one device gets all rows: there is no other, or it is the fastest and no time is needed."""
-    if options.parts > 1 or len(options.devices) == 1:
-        return options.parts == 1
+    if options.parts > 1:
+        return False
+    if len(options.devices) == 1:
+        return True
     if options.measured is None or is_compiling or inside_replica():
         return False
     shares = options.measured_for(method)
@@ -247,13 +249,13 @@ def _run_measured(
     if shares.should_time_next() and may_time and not modes_that_stay():
         with contextlib.suppress(TypeError, ValueError):  # several devices refuse such inputs, with this error
             rows = arguments_of(wrapper, method, inputs, kwargs).rows
-    run: Callable[..., Any]
+    call: Callable[[], Any]
     if shares.on_first_device and may_use_one_device and options.parts == 1:
-        run = partial(on_one_device, wrapper, method, inputs, kwargs)
+        call = partial(on_one_device, wrapper, method, inputs, kwargs)
     else:
-        run = partial(way, wrapper, method, inputs, kwargs, shares)
-        run = partial(run, is_timed=True) if rows else run
-    return _timed(run, shares, rows, wrapper._step_memory, options.devices) if rows else run()
+        timed = {"is_timed": True} if rows else {}
+        call = partial(way, wrapper, method, inputs, kwargs, shares, **timed)
+    return _timed(call, shares, rows, wrapper._step_memory, options.devices) if rows else call()
 
 
 def _timed(
@@ -488,7 +490,7 @@ def _copied(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         or modes_that_stay()
         or (tensor.is_pinned() and (tensor.is_inference() or tensor._version))
     ):
-        return _devices.copy_to(tensor, device)
+        return _devices.moved_to(tensor, device)
     with Copies([device]) as copies:
         copy = copies.to(tensor, 0)
         copies.wait_copies(0)
@@ -576,7 +578,7 @@ def plain_composition(
 ) -> Any:
     """Run the four verbs one after the other. Args: as for `plan_of`."""
     module, options, here = wrapper.module, wrapper._options, device_of_replica(wrapper)
-    check_device(module, chain(module.parameters(), module.buffers()), here or options.devices[0])
+    check_can_be_replicated(module, chain(module.parameters(), module.buffers()), here or options.devices[0])
     plan, arguments = None, Arguments(inputs, kwargs, options.dim)
     if not _overrides(wrapper, "scatter"):  # a user's own may find rows where ours sees none
         plan = plan_of(wrapper, method, _with_rows(wrapper, method, arguments), None, measured)
@@ -654,12 +656,12 @@ def _looks_at_composition(
         return looks
     if not has_several or inside_replica():
         return [*looks, first_steps.counted(structure)]
-    if wrapper._options.sync_batch_norm is None and len(replicas) > 1:
+    if len(replicas) > 1:
         replica = replicas[0] if isinstance(replicas[0], nn.Module) else module
-        looks.append(first_steps.batch_norm(replica, in_one_process=True))
-    if wrapper._options.sync_batch_norm and len(replicas) > 1:
-        replica = replicas[0] if isinstance(replicas[0], nn.Module) else module
-        looks.append(AtEnd(partial(refuse_scripted_batch_norm, replica)))
+        if wrapper._options.sync_batch_norm is None:
+            looks.append(first_steps.batch_norm(replica, in_one_process=True))
+        elif wrapper._options.sync_batch_norm:
+            looks.append(AtEnd(partial(refuse_scripted_batch_norm, replica)))
     own = [each for modules in common.modules for each in modules]
     search = Search(common.live_modules, common.names, observers=Blueprint(module).observers, own=own)
     looks += first_steps.looks(structure, search, leaves, devices, in_threads=not modes_that_stay())

@@ -50,7 +50,7 @@ class Wrapper(nn.Module):
     """
 
     _option_names: ClassVar[frozenset[str]] = frozenset()
-    _has_own_verbs: ClassVar[type]  # the class whose verbs a subclass may override
+    _class_of_verbs: ClassVar[type]  # the class whose verbs a subclass may override
     _modules: Any
     _options: Options
     _step_memory: StepMemory
@@ -111,7 +111,7 @@ class Wrapper(nn.Module):
     def _say_names_of_both(self) -> None:
         """Log which of the module's names are the wrapper's, too, and so cannot be reached through it."""
         if names := self._names_of_both(
-            {*dir(self._has_own_verbs), *self.__dict__, *self._option_names} - {*dir(nn.Module())}
+            {*dir(self._class_of_verbs), *self.__dict__, *self._option_names} - {*dir(nn.Module())}
         ):
             log_once(self._text_of_both(names))
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from unisono.autograd import boundary, bucket
+from unisono.autograd import boundary, gradient_sums
 from unisono.distributed import gradient_sync
 from unisono.distributed.process_group import Communicator
 from unisono.engines.lanes import LaneOutput
@@ -55,7 +55,7 @@ FAULTS = {
     "the sum does not wait for the gradients here": Fault(Copies, "wait_made", "event.let_wait(copy_stream(target))"),
     "the boundary does not wait for the gradients of its outputs": Fault(boundary, "wait_for_makers", _MAKERS),
     "the gradients of inputs, or of a loss that left forward, are joined before they are computed": Fault(
-        bucket, "wait_for_makers", _MAKERS
+        gradient_sums, "wait_for_makers", _MAKERS
     ),
     "a mapped output is used before its copy has ended": Fault(LaneOutput, "given", "self.copies.wait_copies(0)"),
     "a mapped output is copied to the host before it is computed": Fault(
@@ -68,7 +68,7 @@ FAULTS = {
     "a gradient here is not kept for the copy stream": Fault(Copies, "keep", _MADE),
     "no record_stream of a sum on the compute stream": Fault(Copies, "record_stream", _COMPUTE),
     "no record_stream of the gradients of inputs, or of a loss that left forward": Fault(
-        bucket, "wait_for_makers", _MAKERS, "wait_for_maker(stream, [])"
+        gradient_sums, "wait_for_makers", _MAKERS, "wait_for_maker(stream, [])"
     ),
     "no record_stream of a mapped output on the copy stream": Fault(
         CopiesToHost, "begin", "tensor.record_stream(stream)"

@@ -4,6 +4,7 @@
     python -m async_device.races --minutes 120
     python -m async_device.races --only training --seeds 200        # a number of runs, of one program
     python -m async_device.races --only training --seed 17          # one run again, as a failure says
+    python -m async_device.races --devices 4                        # replicas on four devices, in a chain
 
 With make: make races OPTIONS="--minutes 120". By hand: PYTHONPATH=tests .venv/bin/python -m async_device.races.
 
@@ -38,7 +39,6 @@ from helpers.docstring_parser import parser_for
 
 ROOT = Path(__file__).parents[2]
 KEPT = ROOT / "runs" / "races"  # what runs that have failed have printed
-DEVICES = "queued:0,queued:1"
 TRAINING = "training"
 CONTRACT = ("gradients", "map", "training_features", "inputs_outputs", "sync_batch_norm", "kept_replicas", "failures")
 DELAYS_US = (100, 300, 1000, 3000)  # the longest, by seed
@@ -94,11 +94,14 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--only", action="append", choices=programs, metavar="NAME", help=f"run this each time: {', '.join(programs)}"
     )
+    parser.add_argument("--devices", type=int, default=2, metavar="N", help="from 2 to 4; default: %(default)d")
     parser.add_argument("--limit", type=float, default=600.0, metavar="S", help="seconds a run; default: %(default)g")
     parser.add_argument("--fault", metavar="NAME", help="plant a fault of async_device/faults.py in the training")
     options = parser.parse_args(arguments)
     if not all(each > 0 for each in (options.minutes, options.limit, 1 if options.seeds is None else options.seeds)):
         parser.error("--minutes, --seeds and --limit: expected more than 0")
+    if not 2 <= options.devices <= 4:
+        parser.error(f"--devices: expected 2, 3 or 4, but got {options.devices}")
     if options.seed is not None and options.seeds is not None:
         parser.error("--seed is one seed, and --seeds a number of them: give one of the two")
     if min(each for each in (options.seed, options.first, 0) if each is not None) < 0:
@@ -125,6 +128,9 @@ class Races:
     def __init__(self, options: argparse.Namespace) -> None:
         self._options = options
         self._expected: dict[str, str] | None = None
+        number = options.devices
+        named = ",".join(f"queued:{index}" for index in range(number))
+        self._devices = {"QUEUED_DEVICES": str(number), "UNISONO_TEST_DEVICES": named}
 
     def run(self, program: str, seed: int) -> str | None:
         """Run a program with a seed, and say how it went; return how to repeat it if it has failed."""
@@ -138,7 +144,7 @@ class Races:
         if failure is None:
             print(f"{output} ({seconds:.0f} s)", flush=True)
             return None
-        again = ["--seed", str(seed), "--only", program]
+        again = ["--seed", str(seed), "--only", program, "--devices", str(self._options.devices)]
         if self._options.fault is not None:
             again += ["--fault", self._options.fault]
         KEPT.mkdir(parents=True, exist_ok=True)
@@ -148,14 +154,15 @@ class Races:
         return f"to repeat it: PYTHONPATH=tests {sys.executable} -m async_device.races {shlex.join(again)}"
 
     def _bits_without_delays(self) -> dict[str, str]:
-        ended = _end([sys.executable, "-m", "async_device.training"], {"QUEUED_DELAY_US": "0"}, self._options.limit)
+        env = {**self._devices, "QUEUED_DELAY_US": "0"}
+        ended = _end([sys.executable, "-m", "async_device.training"], env, self._options.limit)
         if ended.failure is not None:
             raise RuntimeError(f"the training fails without delays: {ended.failure}")
         bits: dict[str, str] = json.loads(ended.output)[0]
         return bits
 
     def _ended(self, program: str, seed: int, delay_us: int) -> Run:
-        env = {"QUEUED_SEED": str(seed), "QUEUED_DELAY_US": str(delay_us)}
+        env = {**self._devices, "QUEUED_SEED": str(seed), "QUEUED_DELAY_US": str(delay_us)}
         if program == TRAINING:
             fault = [] if self._options.fault is None else [self._options.fault]
             return _end([sys.executable, "-m", "async_device.training", *fault], env, self._options.limit)
@@ -191,7 +198,7 @@ class Races:
 def _end(command: list[str], env: dict[str, str], limit_s: float, *, last_line: bool = False) -> Run:
     """Run a command to its end, or to the limit; Ctrl-C ends it at once."""
     folders = [str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    common = {"UNISONO_TEST_DEVICES": DEVICES, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
+    common = {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
     common["PYTHONPATH"] = os.pathsep.join(folders)
     with subprocess.Popen(
         command,

@@ -7,13 +7,13 @@ import pytest
 
 from async_device import races
 
-LATE = 9  # a seed of the longest delays
+EARLY, LATE = 2, 9  # seeds of the shortest and of the longest delays
 
 
 def test_a_seed_whose_bits_are_those_without_delays(capsys: pytest.CaptureFixture[str]) -> None:
-    assert races.main(["--only", "training", "--seed", str(LATE)]) == 0
+    assert races.main(["--only", "training", "--seed", str(EARLY)]) == 0
     first, last = capsys.readouterr().out.splitlines()
-    assert first.startswith(f"seed {LATE}, delays up to 3000 us: training has the same bits")
+    assert first.startswith(f"seed {EARLY}, delays up to 100 us: training has the same bits")
     assert last.startswith("1 runs with 1 seeds")
 
 
@@ -28,7 +28,7 @@ def test_the_first_failure_ends_it_and_is_repeated_by_one_line(
     assert (tmp_path / f"training-seed-{LATE}.txt").read_text().startswith("[{")
     last = out.splitlines()[-1]
     assert last.startswith("1 runs with 1 seeds")
-    assert last.endswith(f"-m async_device.races --seed {LATE} --only training --fault '{fault}'")
+    assert last.endswith(f"-m async_device.races --seed {LATE} --only training --devices 2 --fault '{fault}'")
 
 
 def test_a_run_that_hangs_is_ended_with_its_stacks() -> None:
@@ -77,6 +77,7 @@ def test_what_was_found_is_kept(
         (["--seed", "-1"], "--seed and --first: expected 0 or more"),
         (["--only", "trainin"], "argument --only: invalid choice: 'trainin'"),
         (["--fault", "none"], "--fault: expected one of "),
+        (["--devices", "5"], "--devices: expected 2, 3 or 4, but got 5"),
     ],
 )
 def test_what_is_wrong_is_said_in_one_line(

@@ -22,11 +22,12 @@ import async_device  # noqa: F401 - it makes the devices
 from async_device.faults import FAULTS
 from helpers.small_buckets import use_small_buckets
 from unisono import DataParallel
-from unisono.runtime import devices
+from unisono.runtime import devices, streams
 
-FIRST, SECOND = torch.device("queued:0"), torch.device("queued:1")
+DEVICES = [torch.device(f"queued:{index}") for index in range(torch.accelerator.device_count())]  # of replicas
+FIRST, SECOND = DEVICES[:2]
 OUTPUTS = ("the first device", "the host", "the second device")
-ROWS, WIDTH, NUM_STEPS = 12, 24, 4
+ROWS, WIDTH, NUM_STEPS = 24, 24, 4  # as many rows on each of two, three and four devices
 NUM_COLLECTED = 8  # several, so that the last copy is late enough to be overtaken
 NUM_TRAININGS = 5  # of a process
 TOLERANCE = 1e-10  # to the plain module's numbers; two runs have the same bits
@@ -37,6 +38,7 @@ DELAY_US, DELAY_PERCENT = 500, 30
 BALLAST = 1 << 18  # numbers a row: its copy takes so long that the host gets ahead of the copies behind it
 LEAVES = 4  # the place of the layer whose values leave forward
 BUCKET_BYTES = WIDTH * WIDTH * 8  # so that each layer has one
+PIECE_BYTES = BUCKET_BYTES // 4  # of what is sent along a chain of devices
 
 
 class Branches(nn.Module):
@@ -65,8 +67,8 @@ def sum_of_branches(net: nn.Module, x: Tensor) -> Tensor:
     return left + right
 
 
-class SecondHalf(nn.Module):
-    """In training, adds a layer to the second half of a batch: replicas on the first device have no gradients of it."""
+class NotOnFirst(nn.Module):
+    """In training, adds a layer to the rows of all devices but the first: replicas there have no gradients of it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,10 +77,11 @@ class SecondHalf(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if x.device == FIRST or not torch.is_grad_enabled():
             return x
-        if x.device == SECOND:
+        if x.device in DEVICES:
             return x + self.layer(x)
-        first, second = x.chunk(2)
-        return torch.cat([first, second + self.layer(second)])
+        first, *others = x.chunk(len(DEVICES))
+        rest = torch.cat(others)
+        return torch.cat([first, rest + self.layer(rest)])
 
 
 class LeavesForward(nn.Module):
@@ -131,7 +134,7 @@ class Collects(nn.Module):
 
 
 def trained() -> dict[str, Tensor]:
-    """Train on two devices; return all outputs, losses, gradients and parameters by name, on the host.
+    """Train on all devices; return all outputs, losses, gradients and parameters by name, on the host.
 
     Each step calls three wrappers of one module, which have their outputs on the first device, on the host and on the
     second device, the last one on streams of the caller's own. Batches are in pageable memory, in pinned memory, or on
@@ -140,10 +143,11 @@ def trained() -> dict[str, Tensor]:
     Those go through a wrapper without parameters first, so that no sum keeps what follows waiting.
     """
     module, collected = net().to(FIRST), dict[torch.device, Tensor]()
-    models = [DataParallel(module, [FIRST, SECOND], output_device=device) for device in (None, "cpu", SECOND)]
-    before, of_four = (DataParallel(each, [FIRST, FIRST, SECOND, SECOND]) for each in (LateGradients(), module))
-    collects = DataParallel(Collects(lambda x: collected.__setitem__(x.device, x)), [FIRST, SECOND])
-    own_streams = [torch.Stream(device=device) for device in (FIRST, SECOND)]
+    models = [DataParallel(module, DEVICES, output_device=device) for device in (None, "cpu", SECOND)]
+    two_each = [device for device in DEVICES for _ in range(2)]
+    before, of_two_each = (DataParallel(each, two_each) for each in (LateGradients(), module))
+    collects = DataParallel(Collects(lambda x: collected.__setitem__(x.device, x)), DEVICES)
+    own_streams = [torch.Stream(device=device) for device in DEVICES]
     optimizer, found = sgd(module), dict[str, Tensor]()
     with _small_buckets():
         for number, batch in enumerate(batches()):
@@ -162,11 +166,11 @@ def trained() -> dict[str, Tensor]:
                 with _using(own_streams if model is models[-1] else []):
                     found[f"{step}: output"], found[f"{step}: loss"] = _step(model, x)
                 module[LEAVES].kept.clear()
-                found |= {f"{step}: collected {i}": collected.pop(device) for i, device in enumerate((FIRST, SECOND))}
+                found |= {f"{step}: collected {i}": collected.pop(device) for i, device in enumerate(DEVICES)}
             x = _placed(batch, number)
             scale = torch.full((WIDTH,), 0.5, dtype=torch.float64, device=x.device, requires_grad=True)
             with _using(own_streams):
-                losses = [of_four(before(x * scale)).pow(2).mean(), module[LEAVES].loss(FIRST)]
+                losses = [of_two_each(before(x * scale)).pow(2).mean(), module[LEAVES].loss(FIRST)]
             losses[0].backward(retain_graph=True)
             losses[1].backward()
             found[f"step {number}: gradient of scale"] = cast(Tensor, scale.grad)
@@ -192,7 +196,9 @@ def trained_plainly() -> dict[str, Tensor]:
             loss = output.pow(2).mean()
             loss.backward()
             found |= {f"{step}: output": output.detach(), f"{step}: loss": loss.detach()}
-            found |= {f"{step}: collected {i}": half for i, half in enumerate((NUM_COLLECTED * batch).chunk(2))}
+            found |= {
+                f"{step}: collected {i}": rows for i, rows in enumerate((NUM_COLLECTED * batch).chunk(len(DEVICES)))
+            }
             module[LEAVES].kept.clear()
         scale = torch.full((WIDTH,), 0.5, dtype=torch.float64, requires_grad=True)
         (module(LateGradients()(batch * scale)).pow(2).mean() + module[LEAVES].loss(batch.device)).backward()
@@ -217,7 +223,7 @@ def net() -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         first, last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 4)
-        return nn.Sequential(first, nn.Tanh(), SecondHalf(), Branches(), LeavesForward(), nn.Tanh(), last).double()
+        return nn.Sequential(first, nn.Tanh(), NotOnFirst(), Branches(), LeavesForward(), nn.Tanh(), last).double()
 
 
 def batches() -> Tensor:
@@ -268,6 +274,7 @@ def _using(streams: Iterable[torch.Stream]) -> Iterator[None]:
 def _small_buckets() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         use_small_buckets(patch, BUCKET_BYTES)
+        patch.setattr(streams, "_PIECE_BYTES", PIECE_BYTES)
         yield
 
 

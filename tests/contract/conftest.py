@@ -5,6 +5,8 @@ is `data_parallel`, the plain composition. Most tests run at each place of tests
 
 The replicas are on the CPU, or on the devices that UNISONO_TEST_DEVICES names, in turn: "cuda:0" has them all on one
 GPU, "cuda:0,cuda:1" on two. Models and batches are made on the first. That is how `make gpu-check` runs this folder.
+On several devices memory is separate in any case: there, what runs in separate memory, with more buckets, is not run
+"in one memory" too.
 """
 
 from collections.abc import Iterator
@@ -19,6 +21,16 @@ from unisono import DataParallel
 
 ON_THE_CPU_ONLY = ["memory", "nn_sweep", "properties"]
 collect_ignore = [] if ON_CPU else [f"test_{name}.py" for name in ON_THE_CPU_ONLY]
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if len(set(DEVICES)) == 1:
+        return
+    one, separate = PLACES
+    found = {item.nodeid for item in items}
+    twice = {item for item in items if one in item.nodeid and item.nodeid.replace(one, separate) in found}
+    config.hook.pytest_deselected(items=[*twice])
+    items[:] = [item for item in items if item not in twice]
 
 
 @pytest.fixture(params=PLACES)

@@ -5,6 +5,7 @@ import gc
 import shutil
 import sys
 import threading
+import types
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -332,6 +333,27 @@ def test_batch_norm_over_all_replicas_inside_what_is_compiled(wrap: Wrap) -> Non
     wrapped = wrap(torch.compile(net, backend="aot_eager"), sync_batch_norm=True)
     train_both(plain, wrapped, batches([8, 8]))
     assert_same_state(net, plain, 1e-10)
+
+
+def test_a_tensor_that_is_not_the_modules_leaves_compiled_parts_their_donated_buffers(wrap: Wrap) -> None:
+    """N1: graphs are kept for each other only where they share nodes, as by the history of such a tensor."""
+
+    def forward(net: Any, x: torch.Tensor) -> torch.Tensor:
+        return net.body(x) * held.shift.to(x)
+
+    def gradients(model: Any, history: bool) -> list[Any]:
+        held.shift = leaf.exp() if history else leaf
+        leaf.grad = None
+        loss_of(model(torch.arange(20.0, dtype=torch.float64).sin().view(4, 5))).backward()
+        return [leaf.grad, *[parameter.grad for parameter in model.parameters()]]
+
+    leaf, held = torch.linspace(0, 1, 5, dtype=torch.float64, requires_grad=True), types.SimpleNamespace()
+    body = nn.Sequential(nn.Linear(5, 5), nn.Tanh(), Fn(torch.sin), nn.Linear(5, 5))
+    plain = Calls(forward, body=body)
+    compiled = Calls(forward, body=torch.compile(copy.deepcopy(body), backend="aot_eager", dynamic=True))
+    torch.testing.assert_close(gradients(wrap(compiled, 2), False), gradients(plain, False))
+    plain.zero_grad()
+    torch.testing.assert_close(gradients(wrap(copy.deepcopy(plain), 2), True), gradients(plain, True))
 
 
 def test_gradients_between_outputs_of_compiled_parts(wrap: Wrap) -> None:

@@ -3,6 +3,7 @@
 The oracle is the plain module.
 """
 
+import contextlib
 import copy
 import logging
 import threading
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from helpers.comparisons import assert_equal, assert_same_gradients
 from helpers.modules import Calls, Fn, WithBackward
@@ -70,9 +72,22 @@ def rescued(module: nn.Module, **options: Any) -> DataParallel:
     return DataParallel(module, ["cpu"] * 2, rescue=True, scalars="mean", **options)
 
 
+class HalvesLayers(TorchDispatchMode):
+    """Halves what layers compute, but not their gradients."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        return found * 0.5 if func is torch.ops.aten.addmm.default else found
+
+
+@pytest.mark.parametrize("mode", [contextlib.nullcontext, HalvesLayers])
 @pytest.mark.parametrize("in_backward", [False, True])
-def test_a_shard_that_does_not_fit_is_run_in_parts(in_backward: bool, float64: None, caplog: Any) -> None:
-    """F11: outputs and gradients are the plain module's; what the replica can bear is logged and remembered."""
+def test_a_shard_that_does_not_fit_is_run_in_parts(
+    in_backward: bool, mode: Callable[[], Any], float64: None, caplog: Any
+) -> None:
+    """F11: outputs and gradients are the plain module's; what the replica can bear is logged and remembered. A mode
+    around backward does not see what runs again.
+    """
     plain = Greedy(99, False)
     model = rescued(copy.deepcopy(plain))
     model.module.most, model.module.in_backward = 6, in_backward
@@ -81,7 +96,8 @@ def test_a_shard_that_does_not_fit_is_run_in_parts(in_backward: bool, float64: N
         mine, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
         with caplog.at_level(logging.WARNING, logger="unisono"):
             output = model(mine)
-            (output["loss"] * 3 + output["y"].abs().sum()).backward()
+            with mode():
+                (output["loss"] * 3 + output["y"].abs().sum()).backward()
         expected = plain(theirs)
         (expected["loss"] * 3 + expected["y"].abs().sum()).backward()
         for name in expected:

@@ -53,7 +53,9 @@ def _stated() -> Iterator[tuple[str, Program]]:
 PROGRAMS = {
     **dict(_stated()),
     "a shared layer in a mode": Program(("tied/weight, layer",), _steps("backward_in_a_mode")),
-    "a wrapper in a wrapper's parts": Program((), _steps("train", "backward_in_a_mode"), wraps="twice", parts=2),
+    "a wrapper in a wrapper's parts": Program(
+        ("linear/no bias",), _steps("train", "backward_in_a_mode"), wraps="twice", parts=2
+    ),
 }
 
 
@@ -66,6 +68,8 @@ def programs(name: str, place: str, nums_of_replicas: Sequence[int]) -> Iterator
     if is_left_out or ("ranks" in program.traits and program.outputs in NOT_OF_RANKS):
         return
     steps = tuple(step for step in program.steps if ACTIONS[step.action].suits(program.traits))
+    if "asynchronous" in program.traits:  # where waits matter, and not how many rows there are
+        steps = steps[::2]
     if steps:
         yield replace(program, steps=steps)
     if steps and "asynchronous" in program.traits:  # what is compared is waited for

@@ -106,6 +106,7 @@ _LISTS = (
     "with as many entries as each replica has rows",
     "return unisono.SampleList(entries)",
     "it returns numbers, one for each part",
+    "you get a list with one entry for each replica",  # where one replica has all rows
 )
 
 

@@ -70,7 +70,9 @@ class Program(_PrintedAsPython):
         of_blocks = [part for block in self.blocks for part in said_of(block)]
         runs_again = self.parts > 1 or self.rescue
         of_outputs = ("Both are outputs of the module",) if runs_again or self.outputs in _ONE_NUMBER else ()
-        return *of_blocks, *INPUTS[self.inputs].said, *OUTPUTS[self.outputs].said, *of_outputs
+        in_a_mode = "batch norm" in self.traits and any(step.action == "backward_in_a_mode" for step in self.steps)
+        of_modes = ("a dispatch or function mode around backward",) if in_a_mode else ()  # replicas exchange values
+        return *of_blocks, *INPUTS[self.inputs].said, *OUTPUTS[self.outputs].said, *of_outputs, *of_modes
 
     def __post_init__(self) -> None:
         of_blocks = {trait for block in self.blocks for trait in (block.partition("/")[0], *traits_of(block))}
@@ -86,6 +88,7 @@ class Program(_PrintedAsPython):
             "batch statistics of ranks": has_ranks and "batch norm/not tracked" in self.blocks,
             # Each entry is an output, which only one replica's rows have to do with: row N5 of docs/behaviour.md.
             "buffers, sample list": has_buffers and self.outputs == "sample list",
+            "checkpointed buffers, a parameter": "written in backward" in of_blocks and self.outputs == "a parameter",
         }
         words = {word for word, is_so in more.items() if is_so}
         object.__setattr__(self, "traits", frozenset(of_blocks | flags | forms | words))

@@ -79,6 +79,8 @@ def random_program(seed: int, place: str) -> Program:
     traits = Program(**options).traits
     if "weights" in traits and options["wraps"] in ("twice", "both"):
         options["wraps"] = "model"  # in there, graphs do not see what a later forward writes through `.data`
+    if "left attributes" in traits:
+        options["rescue"] = False  # with which they are lost, and only of what counts or has rows it is said: row R6
     allowed = [name for name, action in ACTIONS.items() if action.suits(traits)]
     weights = [ACTIONS[name].weight for name in allowed]
     fewest = 8 if options["outputs"] == "numbers" else 2 if place == "ranks" else 0
@@ -89,7 +91,9 @@ def random_program(seed: int, place: str) -> Program:
     ]
     # A replica after the other in one part: what the later one differentiates runs the part, and its hooks, once more.
     # They are the plain composition there, whose outputs have no gradients by each other.
-    needs_whole = "inner gradient" in traits or any(step.action == "gradients_between_outputs" for step in steps)
+    # Its replicas have the reference cycles that a module has by functions of its own, until the collector runs.
+    needs_whole = not traits.isdisjoint(("inner gradient", "containers", "compiled"))
+    needs_whole |= any(step.action == "gradients_between_outputs" for step in steps)
     runs_twice = needs_whole and options["wraps"] in ("twice", "both")
     can_have_parts = traits.isdisjoint(_ERRORS_IN_PARTS) and not runs_twice
     parts = draw.choice((1, 1, 1, 2, 3)) if can_have_parts else 1

@@ -245,15 +245,15 @@ def test_each_pair_of_accelerators_is_tried_once_and_both_ways(tried, caplog):
     a, b, c, _ = tried.sim
     x = torch.arange(3.0, device=a, requires_grad=True)
     for _ in range(3):
-        assert devices.copy_to(x, a) is x
+        assert devices.moved_to(x, a) is x
         assert devices.copied_to(x, a) is not x
         for device in (b, CPU, b):
-            copy = devices.copy_to(x, device)
+            copy = devices.moved_to(x, device)
             assert copy.device == device
             assert copy.tolist() == [0, 1, 2]
             assert num_copies(copy) == 1
-    devices.copy_to(devices.copy_to(x, b), a)
-    devices.copy_to(torch.zeros(2), c)
+    devices.moved_to(devices.moved_to(x, b), a)
+    devices.moved_to(torch.zeros(2), c)
     assert tried.pairs == [(a, b), (b, a)]
     assert not caplog.records
 
@@ -264,7 +264,7 @@ def test_copies_that_arrive_damaged_are_made_through_the_host(tried, caplog, way
     a, b = tried.sim[:2]
     tried.bad.add((a, b)[::way])
     x = torch.arange(3.0, device=a, requires_grad=True)
-    for copy in (devices.copy_to(x, b), devices.copied_to(x, b), devices.copy_to(devices.copy_to(x, b), a)):
+    for copy in (devices.moved_to(x, b), devices.copied_to(x, b), devices.moved_to(devices.moved_to(x, b), a)):
         assert copy.tolist() == [0, 1, 2]
         assert num_copies(copy) % 2 == 0
         (grad,) = torch.autograd.grad(copy.sum(), x)
@@ -284,8 +284,8 @@ def test_a_copy_that_cannot_be_tried_is_an_error(tried, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(devices, "arrives", fails)
         with pytest.raises(MemoryError, match="no room"):
-            devices.copy_to(torch.zeros(2, device=a), b)
-    assert devices.copy_to(torch.zeros(2, device=a), b).device == b
+            devices.moved_to(torch.zeros(2, device=a), b)
+    assert devices.moved_to(torch.zeros(2, device=a), b).device == b
 
 
 @pytest.mark.parametrize(("composed", "sync_batch_norm"), [(False, False), (False, True), (True, False)])

@@ -1,7 +1,7 @@
 """The autograd boundary: the caller's graph sees all replicas as one node.
 
 caller's graph    live tensors ──► LiveNode ──► token ──► (2) Replicas ──► token ──► (1) Output ──► output ──► loss
-                                     (bucket.py) │                                      ▲
+                               (bucket_nodes.py) │                                      ▲
                                                  ▼                                      │ joined
 replica graphs           (3) BucketNodes ──► tensors of replica i ──► replica i ──► outputs of replica i
 
@@ -44,7 +44,8 @@ from typing import Any, TypeAlias
 
 import torch
 
-from unisono.autograd.bucket import Gradients, order_of_sums
+from unisono.autograd.bucket_nodes import order_of_sums
+from unisono.autograd.gradient_sums import Gradients
 from unisono.autograd.replica_graph import Joined, ReplicaGraphs
 from unisono.runtime import devices as _devices
 from unisono.runtime import timeline
@@ -209,11 +210,11 @@ def _backward(ctx: Any, incoming: _Incoming) -> tuple[torch.Tensor | None, ...]:
     """Run the backward of the replicas; give the live tensors' gradients to their collectors, and return the rest."""
     graphs: ReplicaGraphs = ctx.graphs
     grads = incoming.here()
-    nothing: tuple[torch.Tensor | None, ...] = (None,) * (2 + len(ctx.collectors) + ctx.num_others)
+    no_gradients: tuple[torch.Tensor | None, ...] = (None,) * (2 + len(ctx.collectors) + ctx.num_others)
     has_grads = bool([grad for grad in grads if grad is not None])
     if graphs.released:
         if not has_grads:  # a later forward has detached the only output that it used, a buffer
-            return nothing
+            return no_gradients
         raise RuntimeError(_FREED)
     live_node, reduction, sum_later = graphs.live_node_to_sum(ctx), None, None
     if live_node is not None and graphs.sync_context is not None:
@@ -223,7 +224,7 @@ def _backward(ctx: Any, incoming: _Incoming) -> tuple[torch.Tensor | None, ...]:
         else:
             sum_later = partial(graphs.sync_context.sum, parameters.live, live_node)
     if live_node is None and not has_grads:
-        return nothing
+        return no_gradients
     higher, needed = torch.is_grad_enabled(), graphs.needed_inputs(ctx)
     # Losses that left forward in another way go through the same graphs in this backward, later.
     others_follow = graphs.buckets_will_run()
@@ -243,7 +244,7 @@ def _backward(ctx: Any, incoming: _Incoming) -> tuple[torch.Tensor | None, ...]:
             early = None if others_follow else reduction  # all at the end: what follows would come late
             run = partial(graphs.backward, grads, early, needed, **options)
             found = run() if graphs.replay is None else graphs.replay.run(graphs, run)
-        release = _nothing if keep or higher else partial(graphs.release, give_back=not others_follow)
+        release = _do_nothing if keep or higher else partial(graphs.release, give_back=not others_follow)
         first = len(found) - len(graphs.parameters.live)
         summed, all_reduce = found[first:], sum_later
         if reduction is None:
@@ -267,10 +268,10 @@ def _backward(ctx: Any, incoming: _Incoming) -> tuple[torch.Tensor | None, ...]:
         collector.add_of_boundary(found[start : start + len(collector.live)])
         start += len(collector.live)
     ctx.collectors[-1].add_of_boundary(summed, all_reduce)
-    return (*nothing[: 2 + len(ctx.collectors)], *found[start:first])
+    return (*no_gradients[: 2 + len(ctx.collectors)], *found[start:first])
 
 
-def _nothing() -> None:
+def _do_nothing() -> None:
     pass
 
 

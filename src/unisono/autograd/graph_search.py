@@ -6,11 +6,11 @@ structure.
 
 from collections.abc import Hashable, Iterator, Sequence
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from unisono.autograd.bucket import Collector, is_bucket_node, lead_to_others
+from unisono.autograd.bucket_nodes import Collector, is_bucket_node, lead_to_others
 from unisono.autograd.replica_graph import CapturedTensors, ReplicaGraphs, Ways
 from unisono.primitives.blueprint import Blueprint
 from unisono.primitives.outputs import Group
@@ -23,8 +23,22 @@ _GOES_ON = (
 )
 
 
+class Recorded(NamedTuple):
+    """What the replicas have recorded in forward.
+
+    Attributes:
+        num_nodes: that each replica has made.
+        has_hooks, has_reentrant_checkpoint: whether saved-tensor hooks, which a checkpoint has, or a reentrant
+            checkpoint have begun in forward, or in one that runs at the same time.
+    """
+
+    num_nodes: tuple[int, ...] = ()
+    has_hooks: bool = False
+    has_reentrant_checkpoint: bool = False
+
+
 class GraphSearch:
-    """Searches the graphs of replicas with `look_for_live_tensors`, once per structure if nothing is found there.
+    """Searches the graphs of replicas with `search_graphs`, once per structure if nothing is found there.
 
     A structure is that of the module and of the inputs, and what a global or a buffer may decide: how many nodes
     forward has made, and whether a checkpoint has begun. Whether graphs go on into those of earlier forwards depends on
@@ -41,15 +55,13 @@ class GraphSearch:
         groups: Sequence[Group],
         names: Sequence[str],
         collectors: Sequence[Collector],
+        recorded: Recorded,
         *,
         structure: Hashable,
         may_differ: bool,
         numbers_of_linked: tuple[int, ...],
         in_parts: bool,
         in_one_graph: bool,
-        num_nodes: tuple[int, ...],
-        has_hooks: bool,
-        has_reentrant_checkpoint: bool,
     ) -> CapturedTensors:
         """Return the leaves in the graphs behind `groups` that belong neither to the module nor to a replica.
 
@@ -57,24 +69,18 @@ class GraphSearch:
         joined of parts.
         `numbers_of_linked` are those of `Shards`. `in_one_graph` with the caller's, graphs may go on into those of
         earlier forwards, and outputs may lead to others: that is torch's matter.
-
-        Args:
-            num_nodes: that each replica has made.
-            has_hooks, has_reentrant_checkpoint: whether saved-tensor hooks, which a checkpoint has, or a reentrant
-                checkpoint have begun in forward, or in one that runs at the same time.
         """
         ends = [tensor for group in groups for tensor in group.tensors if tensor is not None]
         flags = (*map(_requires_grad, ends),)
-        seen = num_nodes, has_hooks, has_reentrant_checkpoint, in_one_graph
-        kind = len(groups), in_parts, numbers_of_linked, flags, seen, structure
+        kind = len(groups), in_parts, numbers_of_linked, flags, recorded, in_one_graph, structure
         found = None if may_differ else self._self_contained.get(kind)
         if found is not None and (in_one_graph or not lead_to_others(ends, collectors)):
             return found
-        captured = look_for_live_tensors(blueprint, groups, names, collectors, in_one_graph=in_one_graph)
-        has_reentrant_checkpoint |= captured.has_reentrant_checkpoint
+        captured = search_graphs(blueprint, groups, names, collectors, in_one_graph=in_one_graph)
+        has_reentrant_checkpoint = recorded.has_reentrant_checkpoint or captured.has_reentrant_checkpoint
         captured = captured._replace(
             has_reentrant_checkpoint=has_reentrant_checkpoint,
-            has_checkpoint=has_reentrant_checkpoint or has_hooks,
+            has_checkpoint=has_reentrant_checkpoint or recorded.has_hooks,
             ways=Ways() if in_one_graph else ways_between(groups, in_parts=in_parts),
         )
         if in_one_graph or not (captured.tensors or may_differ):
@@ -92,7 +98,7 @@ _MOST_STRUCTURES = 64
 _requires_grad = attrgetter("requires_grad")
 
 
-def look_for_live_tensors(
+def search_graphs(
     blueprint: Blueprint,
     groups: Sequence[Group],
     names: Sequence[str],
@@ -100,7 +106,7 @@ def look_for_live_tensors(
     *,
     in_one_graph: bool,
 ) -> CapturedTensors:
-    """Check that no replica's graph leads to a tensor of the live module; return those that it has captured.
+    """Return what replicas' graphs lead to; check that none leads to a tensor of the live module.
 
     Args:
         collectors: those of the forward.
@@ -113,7 +119,8 @@ def look_for_live_tensors(
     if not groups:  # outputs without tensors
         return CapturedTensors()
     captured: dict[int, torch.Tensor] = {}
-    has_reentrant_checkpoint = are_linked = has_batch_norm = False
+    reached_by: dict[Any, int] = {}  # nodes of tensors' histories, each with the first replica that leads to it
+    has_reentrant_checkpoint = are_linked = has_batch_norm = share_nodes = False
     histories = {tensor.grad_fn: tensor for tensor in blueprint.histories.values()}
     of_replicas = zip(names, zip(*(group.tensors for group in groups), strict=True), strict=True)
     for index, (place, outputs) in enumerate(of_replicas):
@@ -139,6 +146,8 @@ def look_for_live_tensors(
                 are_linked |= reached.replica != index
                 if reached.collector not in collectors and not in_one_graph:
                     raise RuntimeError(_GOES_ON.format(place=place))
+            elif not hasattr(reached, "variable"):
+                share_nodes |= reached_by.setdefault(reached, index) != index
             has_reentrant_checkpoint |= is_reentrant_checkpoint(reached)
             has_batch_norm |= graph_nodes.is_batch_norm_in_training(reached)
             # In one graph, that of an earlier forward goes on; what leads to live parameters is not summed over ranks.
@@ -148,7 +157,7 @@ def look_for_live_tensors(
                     "outside forward and requires grad. Pass it to the model as an input, compute it in "
                     "forward, or detach() it."
                 )
-    return CapturedTensors([*captured.values()], has_reentrant_checkpoint, are_linked, has_batch_norm)
+    return CapturedTensors([*captured.values()], has_reentrant_checkpoint, are_linked, has_batch_norm, share_nodes)
 
 
 def _leads_to_parameters(tensor: torch.Tensor, blueprint: Blueprint) -> bool:

@@ -1,6 +1,6 @@
 """How the replicas' tensors are linked to the caller's: inputs that need a gradient, and parameters.
 
-A replica's are outputs of bucket nodes (bucket.py), which lead to the live tensors by way of a token. The boundary
+A replica's are outputs of nodes (bucket_nodes.py), which lead to the live tensors by way of a token. The boundary
 (boundary.py) has each live tensor as one input, and each joined output as one output (`BoundaryTensor`).
 
 The parameters are many, and go through in bulk: as one list a replica, without an object or a call for each.
@@ -13,10 +13,8 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import nn
 
-from unisono.autograd.bucket import (
+from unisono.autograd.bucket_nodes import (
     Collector,
-    Contribution,
-    Gradients,
     InsideForward,
     OverRanks,
     joined_gradients,
@@ -25,6 +23,7 @@ from unisono.autograd.bucket import (
     own_tensors,
     token_of,
 )
+from unisono.autograd.gradient_sums import Contribution, Gradients
 from unisono.distributed.gradient_sync import SyncContext
 from unisono.primitives.placements import Placement
 from unisono.runtime import devices as _devices
@@ -53,10 +52,10 @@ class BoundaryTensor(NamedTuple):
 
     def part(self, tensor: torch.Tensor, index: int, device: torch.device) -> torch.Tensor | None:
         part = self.placement.part(tensor, index)
-        return part if part is None or part.device == device else _devices.copy_to(part, device)
+        return part if part is None or part.device == device else _devices.moved_to(part, device)
 
     def join(self, parts: Sequence[torch.Tensor | None]) -> torch.Tensor:
-        on_device = [p if p is None or p.device == self.device else _devices.copy_to(p, self.device) for p in parts]
+        on_device = [p if p is None or p.device == self.device else _devices.moved_to(p, self.device) for p in parts]
         return self.placement.join(on_device)
 
     def join_gradients(self, parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:

@@ -28,10 +28,10 @@ from typing import Any
 
 import torch
 
-from unisono.autograd.bucket import RunningBackward, order_of_sums
+from unisono.autograd.bucket_nodes import RunningBackward, order_of_sums
 from unisono.autograd.linked import LinkedParameters
 from unisono.distributed.gradient_sync import SyncContext
-from unisono.leftovers.buffers import BuffersInBackward
+from unisono.leftovers.buffers_in_backward import BuffersInBackward
 from unisono.runtime import timeline
 from unisono.runtime.timeline import ReplicaTiming, StepRecording
 from unisono.runtime.torch_private import engine

@@ -21,16 +21,11 @@ from typing import Any, NamedTuple, Protocol, Self, TypeAlias, TypeVar
 
 import torch
 
-from unisono.autograd.bucket import (
-    BucketSums,
-    Collector,
-    Contribution,
-    Gradients,
-    Receivers,
-)
+from unisono.autograd.bucket_nodes import Collector, Receivers
+from unisono.autograd.gradient_sums import BucketSums, Contribution, Gradients
 from unisono.autograd.linked import BoundaryTensor, LeafTensors, LinkedParameters, LinkedTensors
 from unisono.distributed.gradient_sync import RankReduction, SyncContext
-from unisono.leftovers.buffers import BuffersInBackward
+from unisono.leftovers.buffers_in_backward import BuffersInBackward
 from unisono.primitives.parallel_apply import values_or_raise
 from unisono.primitives.placements import Replicate, Single, WeightedSum
 from unisono.runtime import devices as _devices
@@ -125,6 +120,7 @@ class CapturedTensors(NamedTuple):
         has_reentrant_checkpoint: whether a node runs a backward of its own for a checkpoint.
         are_linked: whether a replica's graph leads to another replica's tensors.
         has_batch_norm: whether a replica has normalised its rows by their statistics.
+        share_nodes: whether two replicas' graphs lead to one node, such as the history of a captured tensor.
         has_checkpoint: whether an activation checkpoint runs forward again in backward.
         ways: those between outputs.
     """
@@ -133,14 +129,15 @@ class CapturedTensors(NamedTuple):
     has_reentrant_checkpoint: bool = False
     are_linked: bool = False
     has_batch_norm: bool = False
+    share_nodes: bool = False
     has_checkpoint: bool = False
     ways: Ways = Ways()
 
 
 class Passes(NamedTuple):
-    """How backwards of the graphs run."""
+    """What is around each pass of a step: its forward, and each backward of its graphs."""
 
-    contexts: Sequence[PassContext] = ()  # entered around a backward
+    contexts: Sequence[PassContext] = ()  # entered around a pass
     timeout_s: float | None = None  # for how long the caller waits for a replica without progress; None: for ever
     # Whether the replicas wait for each other: no two are on one accelerator, and one call cannot run all of them.
     have_exchanges: bool = False
@@ -248,7 +245,7 @@ class ReplicaGraphs:
 
         A backward for given inputs (`torch.autograd.grad`) does not compute what is not asked for.
         """
-        by_bucket = any(isinstance(key, Collector) for key in engine.seen_in_backward())  # in one of ours
+        by_bucket = any(isinstance(key, Collector) for key in engine.backward_context())  # in one of ours
         if by_bucket or not engine.backward_is_restricted():
             return None
         nodes = _nodes(boundary)
@@ -295,8 +292,8 @@ class ReplicaGraphs:
         in_one_call = batched or self._needs_one_call(in_device_thread=in_device_thread)
         here = self._on_device_of(output_grads) if in_device_thread else None
         run: _Run = self._run_in_one_call if in_one_call else partial(self._run_together, here=here)
-        # Graphs that share a tensor may share nodes, which the first replica's backward must not free.
-        keep = keep or (bool(self.leaves) and not in_one_call)
+        # The first replica's backward must not free what another one's graph leads to.
+        keep = keep or (self.captured.share_nodes and not in_one_call)
         grads = self._parts_of(output_grads)
         if totals:
             run = self._with_totals(totals, output_grads, grads, run)
@@ -426,7 +423,7 @@ class ReplicaGraphs:
             for k, each in inputs.items():
                 if (tensor := each.tensors[i]) is not None and tensor.requires_grad:
                     places.setdefault(id(tensor), (tensor, k, i))
-        with engine.seen_by_backward({**receivers, OF_REPLICAS: True}):
+        with engine.with_backward_context({**receivers, OF_REPLICAS: True}):
             tensors = [tensor for tensor, _, _ in places.values()]
             results = compute([end for end, _ in ends], tensors, [grad for _, grad in ends])
         for (_, k, i), gradient in zip(places.values(), results, strict=True):
@@ -473,7 +470,7 @@ class ReplicaGraphs:
         if totals:
             run = self._with_totals(totals, output_grads, end_grads, run)
         if self.buffers is not None:
-            run = partial(self.buffers.around, run, self.keep or bool(self.on_way))
+            run = partial(self.buffers.around, run, True)
         of_inputs = self._gradients(end_grads, inputs, run, refused=refused, create_graph=True)
         gradients = [
             BoundaryTensor(each.placement, each.device, each.with_every_part(of_inputs[k]))
@@ -532,11 +529,11 @@ class ReplicaGraphs:
 
         def run_with_totals(backward_of: "_BackwardOf") -> None:
             def seen(replicas: Sequence[int]) -> None:
-                with engine.seen_by_backward({key: True}):
+                with engine.with_backward_context({key: True}):
                     backward_of(replicas)
 
             def hook(part: torch.Tensor, _: torch.Tensor) -> torch.Tensor | None:
-                return part if key in engine.seen_in_backward() else None
+                return part if key in engine.backward_context() else None
 
             register: Any = torch.Tensor.register_hook
             handles = [register(tensor, partial(hook, part)) for tensor, part in instead]

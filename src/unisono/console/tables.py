@@ -19,7 +19,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], text_columns: in
     return "\n".join([line(header), line(rule), *map(line, rows)])
 
 
-def html_table(header: Sequence[str], rows: Sequence[Sequence[str]], text_columns: int = 1) -> str:
+def html_table(header: Sequence[str], rows: Sequence[Sequence[str]], text_columns: int) -> str:
     """Return the same as HTML. It sets no colours, so it is readable in light and dark notebooks."""
 
     def line(cells: Sequence[str], tag: str) -> str:

@@ -53,7 +53,7 @@ from unisono.distributed.process_group import (
 )
 from unisono.leftovers.written_parameters import fingerprints
 from unisono.primitives.inputs import Arguments
-from unisono.primitives.replicate import check_device
+from unisono.primitives.replicate import check_can_be_replicated
 from unisono.runtime.buckets import Bucket, BucketPlan
 from unisono.runtime.contexts import contextmanager
 from unisono.runtime.errors import warn
@@ -179,7 +179,7 @@ class GradientSync:
     def sync_module_states(self, module: nn.Module) -> None:
         """Check that `module` is on the device and the same on all ranks; give all rank 0's parameters and buffers."""
         tensors = [*module.parameters(), *module.buffers()]
-        check_device(module, tensors, self._device)
+        check_can_be_replicated(module, tensors, self._device)
         # Set by torch's `DistributedDataParallel._set_params_and_buffers_to_ignore_for_model`.
         ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
         names = [name for name, _ in (*module.named_parameters(), *module.named_buffers()) if name in ignored]

@@ -21,9 +21,9 @@ from unisono.primitives.inputs import Arguments, scattered
 from unisono.primitives.outputs import Group, Outputs
 from unisono.primitives.placements import PaddedShard, Shard, Stack
 from unisono.primitives.split_sizes import split_rows
+from unisono.runtime.torch_private.modes import without_modes
 
-NO_PARTS = "cannot run the rows of {where} in parts (rescue=True, parts=): {reason}"
-_NO_SHARD_IN_PARTS = "cannot run the rows of a replica in parts (rescue=True, parts=): {reason}."
+NO_PARTS = "cannot run the rows of {where} in parts (rescue=True, parts=): {reason}."
 
 
 class Parts(NamedTuple):
@@ -61,13 +61,13 @@ def parts_of(row_limits: Mapping[int, int], plan: StepPlan, root: nn.Module, ind
 def why_no_parts(plan: StepPlan, root: nn.Module) -> str | None:
     """Return why no replica of a call can run its shard in parts; None if they can."""
     if plan.sync_batch_norm:
-        return "its replicas wait for each other in forward."
+        return "its replicas wait for each other in forward"
     if plan.rows is None:
-        return "the inputs have no rows."
+        return "the inputs have no rows"
     if plan.rules.amounts is not None:
-        return "the weight of each part in a mean is unknown."
+        return "the weight of each part in a mean is unknown"
     of_batch = (
-        f"{name or 'the model itself'} ({type(module).__name__}) normalises over all its rows."
+        f"{name or 'the model itself'} ({type(module).__name__}) normalises over all its rows"
         for name, module in root.named_modules()
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and (module.training or not module.track_running_stats)
     )
@@ -97,13 +97,13 @@ def run_in_parts(
         outputs = [checkpoint(function, *args, use_reentrant=False, **kwargs) for args, kwargs in shards]
     assign_as_last_part()
     if changed := [name for name, state in _written(root).items() if state != buffers.get(name)]:
-        raise RuntimeError(_NO_SHARD_IN_PARTS.format(reason=f"forward changes the buffer {changed[0]!r}"))
+        raise RuntimeError(NO_PARTS.format(where="a replica", reason=f"forward changes the buffer {changed[0]!r}"))
     live = {id(tensor): tensor for tensor in chain(root.parameters(), root.buffers())}
     rules = replace(parts.rules, warnings=None)  # what is not by rows is an error
     matched = Outputs(outputs, rules, parts.sizes, [live] * len(parts.sizes))
     output = matched.put_together([group.placement.join(group.tensors) for group in matched.groups], device)
     if reason := _not_by_rows(matched.groups, parts.sizes) or _other_structure(output, outputs[0]):
-        raise RuntimeError(_NO_SHARD_IN_PARTS.format(reason=reason))
+        raise RuntimeError(NO_PARTS.format(where="a replica", reason=reason))
     return output
 
 
@@ -113,7 +113,8 @@ def _with_attributes_of_now(
     """Return a function for which the module's attributes are those of now, in each call: of parts, and in backward.
 
     What a part assigns is lost, as what a replica assigns is; else the next part, and the second computation of each,
-    would find it. Also returns what ends the first computation: the replica then has what the last part has assigned.
+    would find it. Also returns what ends the first computation: the replica then has what the last part has assigned,
+    and modes around backward do not see the second.
     """
     assigned: list[tuple[dict[str, Any], dict[str, Any]]] | None = []
     dicts = [module.__dict__ for module in root.modules()]
@@ -131,10 +132,10 @@ def _with_attributes_of_now(
                 fill(target, items)
 
     def end() -> None:
-        nonlocal assigned
+        nonlocal assigned, function
         for target, items in assigned or ():
             fill(target, items)
-        assigned = None
+        assigned, function = None, without_modes(function)
 
     return part, end
 

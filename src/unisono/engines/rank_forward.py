@@ -27,13 +27,13 @@ from unisono.autograd.linked import link_parameters
 from unisono.distributed.gradient_sync import SENT_TWICE, GradientSync, SyncContext, UnboundGradientSync
 from unisono.engines.step_memory import StepMemory
 from unisono.engines.step_plan import Call, called
+from unisono.leftovers.buffers import write_values
 from unisono.leftovers.written_parameters import LookAtParameters, WrittenParameters
 from unisono.primitives import pytree
 from unisono.primitives.blueprint import Blueprint
 from unisono.primitives.inputs import scattered
 from unisono.primitives.outputs import without_rows
 from unisono.primitives.parallel_apply import values_or_raise
-from unisono.primitives.replicate import write_values
 from unisono.runtime import devices as _devices
 from unisono.runtime.errors import add_note, log_once
 from unisono.runtime.model_warnings import ModelWarnings
@@ -220,7 +220,7 @@ class Ranks:
         reached = leaves_and_nodes([tensor for _, tensor in pytree.tensors(output)])
         if any(is_reentrant_checkpoint(node) for node in reached if not isinstance(node, torch.Tensor)):
             raise RuntimeError(_REENTRANT)
-        return pytree.map_tensors(lambda tensor: _devices.copy_to(tensor, plan.output_device), output)
+        return pytree.map_tensors(lambda tensor: _devices.moved_to(tensor, plan.output_device), output)
 
 
 class _MethodAsForward(nn.Module):

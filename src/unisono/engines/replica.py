@@ -23,13 +23,8 @@ from unisono.leftovers.attributes import (
     registered,
     told_apart,
 )
-from unisono.leftovers.buffers import (
-    BuffersInBackward,
-    buffer_registries,
-    commit_buffers,
-    histories,
-    versions_of,
-)
+from unisono.leftovers.buffers import buffer_registries, commit_buffers, histories, versions_of
+from unisono.leftovers.buffers_in_backward import BuffersInBackward
 from unisono.leftovers.report import Kind, Leftovers
 from unisono.leftovers.shared import SharedWrites
 from unisono.leftovers.written_parameters import WrittenParameters, in_each
@@ -145,7 +140,7 @@ class Replicas:
         attributes: of the first replica's modules, as they were made.
         rows: how many rows the replicas, or their parts, have in this forward.
         run_whole: whether each replica runs once, with its part of one batch.
-        is_only: whether the module has one replica, in each forward.
+        in_one_graph: whether the graph of the one replica is a part of the caller's (`StepPlan.in_one_graph`).
         writes: what looks at hooks that keep what they see in backward; None: nothing does.
     """
 
@@ -188,7 +183,7 @@ class Replicas:
         self.attributes = DictSnapshot([module.__dict__ for module in each[0].modules])
         self._modules = [module for replica in each for module in replica.modules]
         self.rows: Sequence[int] = ()
-        self.run_whole = self.is_only = False
+        self.run_whole = self.in_one_graph = False
         self._dicts = DictSnapshot(attribute_dicts(self._modules))
         if self.is_remote:
             self._take_assigned(0)
@@ -245,7 +240,7 @@ class Replicas:
         changes = self.attributes.changes()
         num_changes, changes = len(changes), [change for change in changes if change[:2] not in blueprint.lost]
         modules = [replica.modules for replica in self.each]
-        if self.is_only and self.run_whole:
+        if self.in_one_graph and self.run_whole:
             own = self.live_of[0] | dict(zip(map(id, modules[0]), blueprint.modules, strict=True))
             kept, lost = kept_of_only(changes, before, modules[0], own)
             if not keep_hooks(self._dicts, self._modules, blueprint.modules):
@@ -276,7 +271,7 @@ class Replicas:
     def commit_attributes(self, changes: Sequence[Change]) -> None:
         """Give the live module what all replicas have set alike; each replica keeps its own value."""
         for number, key, value in changes:
-            self._blueprint.assign(number, key, value if self.is_only else _on(value, self._source))
+            self._blueprint.assign(number, key, value if self.in_one_graph else _on(value, self._source))
             for index, replica in enumerate(self.each):
                 self._put(index, number, key, replica.modules[number].__dict__.get(key, GONE))
         self._num_assigned = self._blueprint.num_assigned
@@ -371,7 +366,7 @@ def _on(value: Any, device: torch.device) -> Any:
     """Return a value of an attribute with its tensors on a device."""
     if type(value) in INERT:
         return value
-    return pytree.map_all_tensors(lambda tensor: _devices.copy_to(tensor, device), value)
+    return pytree.map_all_tensors(lambda tensor: _devices.moved_to(tensor, device), value)
 
 
 class KeptReplicas:
@@ -461,6 +456,8 @@ class ReplicaPool:
             pool = ReplicaPool(self.blueprint, self.source, self.leftovers, writes=True, has_wrappers=self.has_wrappers)
             self._for_one_forward[kind] = pool
             return pool.take(devices, tracked, copies, plan)
+        # In a steady step nothing is linked: the nodes by which gradients reach the live parameters are those of
+        # the first one (`_stamp`), and the replicas' parameters get the live values (`Replicas.renew`).
         kept = self._take_kept(devices, kind)
         replicas = kept.by_kind.pop(kind, None)
         if replicas is not None and replicas.can_run_again():

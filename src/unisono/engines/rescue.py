@@ -27,15 +27,15 @@ from torch import nn
 from unisono.autograd.replica_graph import ReplicaGraphs
 from unisono.engines.parts import NO_PARTS, why_no_parts
 from unisono.engines.step_plan import Call, StepPlan
+from unisono.leftovers.buffers import unchanged_on_failure, write_values
 from unisono.primitives import pytree
 from unisono.primitives.blueprint import Blueprint
 from unisono.primitives.change_tracking import fill, restore
-from unisono.primitives.replicate import unchanged_on_failure, write_values
 from unisono.runtime import devices as _devices
 from unisono.runtime.errors import add_note, described, log, notes_of
 from unisono.runtime.streams import current_streams_of, wait_for_makers
 from unisono.runtime.thread_state import ThreadState
-from unisono.runtime.torch_private import checkpoints, foreach
+from unisono.runtime.torch_private import checkpoints, foreach, modes
 
 T = TypeVar("T")
 _requires_grad = attrgetter("requires_grad")
@@ -166,8 +166,9 @@ class Replay:
         try:
             _devices.set_random_states(self._random, self._call.plan.devices)
             self._buffers.restore()
+            forward = modes.without_modes(self._forward)
             with self._thread.applied():
-                run_rescued(self._row_limits, self._call.plan, self._module, lambda _: self._forward(self._call, self))
+                run_rescued(self._row_limits, self._call.plan, self._module, lambda _: forward(self._call, self))
         finally:
             self._graphs = None
             write_values(buffers, values)
@@ -198,7 +199,7 @@ def _lower_limits(row_limits: dict[int, int], plan: StepPlan, module: nn.Module,
         others = {j for j, limit in enumerate(limits) if limit > 1 and plan.devices[j] == plan.devices[i]}
         if not others:
             row_limits.pop(plan.replica_numbers[i], None)  # parts did not help
-            return NO_PARTS.format(where=where[i], reason="a single row needs more memory than the device has.")
+            return NO_PARTS.format(where=where[i], reason="a single row needs more memory than the device has")
         lowered |= others
     for i in sorted(lowered):
         row_limits[plan.replica_numbers[i]] = limits[i] // 2

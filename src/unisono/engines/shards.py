@@ -39,7 +39,7 @@ class Shards:
                 # On the replica's own device: its nodes do not run in the thread that torch has for another one, which
                 # may be waiting for this replica in batch norm.
                 parts = [
-                    None if part is None else _devices.copy_to(part, device)
+                    None if part is None else _devices.moved_to(part, device)
                     for part, device in zip(parts, devices, strict=True)
                 ]
                 linked = LinkedTensors.of_input(tensor, placement, parts)

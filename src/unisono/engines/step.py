@@ -12,7 +12,7 @@
 
 Each is a method of `Step`, or a part of one, in this order. What does not differ between steps of one kind is in the
 `StepPlan`. Inputs that need a gradient, and parameters, are outputs of bucket nodes in the replicas
-(autograd/bucket.py). If the structure is new, (6) looks for live tensors in the replica graphs.
+(autograd/bucket_nodes.py). If the structure is new, (6) looks for live tensors in the replica graphs.
 
 Buffers: the first replica has the live ones, so its updates persist; the others have copies. Those that forward has
 reassigned in the first replica are put into the live module at the end. If anything fails, the live buffers get their
@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from unisono.autograd.boundary import join
+from unisono.autograd.graph_search import Recorded
 from unisono.autograd.linked import BoundaryTensor, LeafTensors, LinkedParameters, LinkedTensors
 from unisono.autograd.one_graph import OneGraph
 from unisono.autograd.replica_graph import CapturedTensors, Passes, ReplicaGraphs, pass_on
@@ -44,7 +46,8 @@ from unisono.engines.rescue import Replay, run_rescued
 from unisono.engines.shards import Shards
 from unisono.engines.step_memory import StepMemory, freeze
 from unisono.engines.step_plan import Call, StepPlan, called
-from unisono.leftovers.buffers import BuffersInBackward, histories
+from unisono.leftovers.buffers import histories, unchanged_on_failure
+from unisono.leftovers.buffers_in_backward import BuffersInBackward
 from unisono.leftovers.first_steps import NOT_SYNCHRONISED, AtEnd, Look, refuse_scripted_batch_norm
 from unisono.leftovers.shared import Search, SharedWrites
 from unisono.leftovers.written_parameters import LookAtParameters
@@ -53,7 +56,6 @@ from unisono.primitives.change_tracking import Change
 from unisono.primitives.outputs import Group, Outputs
 from unisono.primitives.parallel_apply import values_or_raise
 from unisono.primitives.placements import Replicate, Single
-from unisono.primitives.replicate import unchanged_on_failure
 from unisono.runtime import devices as _devices
 from unisono.runtime import draws_off, timeline
 from unisono.runtime.contexts import contextmanager
@@ -105,12 +107,16 @@ NOTES = {
 # torch warns where `.grad` of a tensor that is no leaf is read, as torch.compile does. A replica's parameters have one.
 _GRAD_OF_NO_LEAF = ("ignore", re.compile("The .grad attribute of a Tensor that is not a leaf"), UserWarning, None, 0)
 _while_one_replica_runs = StandIns()
-for stand_ins in (while_replicas_run, _while_one_replica_runs):
-    stand_ins.add(lambda: [(warnings, "filters", lambda filters: [_GRAD_OF_NO_LEAF, *filters])])
-    stand_ins.add(checkpoints.checkpoints_noted)
+for _stand_ins in (while_replicas_run, _while_one_replica_runs):
+    _stand_ins.add(lambda: [(warnings, "filters", lambda filters: [_GRAD_OF_NO_LEAF, *filters])])
+    _stand_ins.add(checkpoints.checkpoints_noted)
 # Where it is set (Python 3.14 without the lock), `warnings.catch_warnings` has filters in a context variable instead of
 # `warnings.filters`. Without the private functions of Python for it the warning is seen in such a block.
 _CATCHING_HAS_FILTERS = bool(getattr(sys.flags, "context_aware_warnings", False)) and hasattr(warnings, "_set_context")
+
+
+_NOTHING_RECORDED = Recorded()
+_collector = attrgetter("collector")
 
 
 def run_step(memory: StepMemory, pool: ReplicaPool, frozen: Sequence[torch.Tensor], call: Call) -> Any:
@@ -191,11 +197,11 @@ class Step:
         self._again, self._frozen, self._tracked = again, frozen, torch.is_grad_enabled()
         self._is_early = call.plan.is_early and again is None
         self._is_first = self._is_early and memory.first_steps.is_first(call.plan.counts_as)
-        self._replay = again
+        self._replay = again  # what runs this forward again, in backward
         self._step = timeline.current_step() if timeline.recording else None
         self._buffers_in_backward: BuffersInBackward | None = None
         self._writes: SharedWrites | None = None
-        self._seen: dict[str, Any] = {}  # what `GraphSearch` needs of the forward
+        self._recorded = _NOTHING_RECORDED
         self._reached: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.timings = [*map(ReplicaTiming, call.plan.devices, call.plan.sizes)]
 
@@ -261,7 +267,7 @@ class Step:
         replicas.writes = self._writes if self._writes is not None and self._writes.looks_at_backward else None
         runs_whole = plan.runs_whole and not self._memory.row_limits
         replicas.run_whole, replicas.rows = runs_whole, plan.sizes if runs_whole else plan.sizes_of_runs
-        replicas.is_only = plan.in_one_graph
+        replicas.in_one_graph = plan.in_one_graph
         is_as_before = not replicas.are_new and replicas.attributes.is_current()
         self._kept = [] if is_as_before else replicas.assigned(outputs)
         if timeline.recording:
@@ -280,7 +286,7 @@ class Step:
         if self._tracked:
             # A reentrant checkpoint runs a backward inside the caller's; and around backward, checkpoints are given
             # what they read of buffers that forward has reassigned.
-            runs_again = self._seen["has_reentrant_checkpoint"] or (self._seen["has_hooks"] and changes)
+            runs_again = self._recorded.has_reentrant_checkpoint or (self._recorded.has_hooks and changes)
             # A wrapper inside would run as a wrapper of its own where a checkpoint calls it in backward. A profile
             # records backwards of accelerators by events.
             is_one_graph = plan.in_one_graph and not (runs_again or self._pool.has_wrappers)
@@ -409,8 +415,7 @@ class Step:
             # No variable may hold the outcomes: an error's traceback refers to this frame.
             return values_or_raise(run_together(tasks, plan.devices, contexts, plan.timeout_s, plan.names), plan.names)
         finally:
-            has_hooks, has_reentrant = begun.hooks is not hooks, begun.reentrant is not reentrant
-            self._seen = {"num_nodes": (*num_nodes,), "has_hooks": has_hooks, "has_reentrant_checkpoint": has_reentrant}
+            self._recorded = Recorded((*num_nodes,), begun.hooks is not hooks, begun.reentrant is not reentrant)
 
     def _captured_tensors(self, groups: Sequence[Group], *, in_one_graph: bool) -> CapturedTensors:
         """Return what the graphs behind the replicas' outputs lead to; refuse or warn of what is wrong there."""
@@ -418,13 +423,13 @@ class Step:
             self._pool.blueprint,
             groups,
             self._plan.names,
-            [group.collector for group in self._linked],
+            [*map(_collector, self._linked)],
+            self._recorded,
             structure=self._plan.structure,
             may_differ=self._plan.carries_objects,
             numbers_of_linked=self._shards.numbers_of_linked,
             in_parts=self._is_in_parts,
             in_one_graph=in_one_graph,
-            **self._seen,
         )
         if captured.has_batch_norm and self._synchronises():
             raise RuntimeError(NOT_SYNCHRONISED.format(layer="A batch norm"))

@@ -17,7 +17,7 @@ from unisono.engines.lanes import Lane, LaneCall, open_lanes
 from unisono.engines.replica import ReplicaPool
 from unisono.leftovers.first_steps import FirstSteps
 from unisono.primitives.blueprint import Blueprint
-from unisono.primitives.replicate import check_device
+from unisono.primitives.replicate import check_can_be_replicated
 from unisono.runtime import timeline
 from unisono.runtime.model_warnings import ModelWarnings
 from unisono.runtime.thread_pool import inside_replica
@@ -86,7 +86,7 @@ class StepMemory:
         if pool is None or not pool.is_current(module, source, writes=writes):
             blueprint = Blueprint(module)
             tensors = [*blueprint.without_data, *blueprint.parameters.values(), *blueprint.buffers.values()]
-            check_device(module, tensors, source)
+            check_can_be_replicated(module, tensors, source)
             blueprint.keep()
             has_wrappers = any(isinstance(part.__dict__.get("_step_memory"), StepMemory) for part in blueprint.modules)
             leftovers = self.first_steps.leftovers

@@ -179,7 +179,7 @@ def _is_same_tensor(one: torch.Tensor, other: torch.Tensor, *, with_values: bool
         return False
     if one.is_nested or one.layout is not torch.strided or one.is_meta:
         return False
-    return not with_values or torch.equal(one, _devices.copy_to(other, one.device))
+    return not with_values or torch.equal(one, _devices.moved_to(other, one.device))
 
 
 def ids_of_leaves(outputs: Sequence[Any]) -> set[int]:

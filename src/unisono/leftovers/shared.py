@@ -271,7 +271,7 @@ class SharedWrites:
         search: Search,
         devices: Sequence[torch.device],
         *,
-        is_first: bool = True,
+        is_first: bool,
     ) -> None:
         self._add, self._add_hooks, self._search = add, add_hooks, search
         self._before: list[tuple[Place, dict[Step, Any]]] = []

@@ -249,7 +249,7 @@ def _differing(each: Sequence[Sequence[torch.Tensor]]) -> set[int]:
     for is_same in (_is_equal, _is_close):  # most are equal, which is sooner told
         if not pairs:
             break
-        same = [is_same(first, _devices.copy_to(other.detach(), first.device)) for _, first, other in pairs]
+        same = [is_same(first, _devices.moved_to(other.detach(), first.device)) for _, first, other in pairs]
         flags = _numbers([flag.to(same[0].device) for flag in same])
         pairs = [pair for pair, flag in zip(pairs, flags, strict=True) if not flag]
     return {number for number, _, _ in pairs}
@@ -280,7 +280,7 @@ def _norms_of_shortening(root: nn.Module) -> dict[int, float]:
 
 def _take_shorter_rows(live: torch.Tensor, copy: torch.Tensor, norm_type: float) -> None:
     """Write those rows of a copy into the live weights that are shorter there."""
-    here, before = _devices.copy_to(copy.detach(), live.device), live.detach()
+    here, before = _devices.moved_to(copy.detach(), live.device), live.detach()
     is_shorter = here.norm(norm_type, 1, keepdim=True) < before.norm(norm_type, 1, keepdim=True)
     live.data.copy_(torch.where(is_shorter, here, before))  # autograd does not notice: it happened before the lookup
 

@@ -144,7 +144,7 @@ class Outputs:
         if live is not None and live.requires_grad and self._is_summed:
             return self._joined(Group((given[0], *[None] * (len(given) - 1)), Single(0), path))
         if live is not None:
-            return lambda joined, device: _devices.copy_to(live, device)
+            return lambda joined, device: _devices.moved_to(live, device)
         if any(isinstance(value, torch.Tensor) for value in given):
             return self._joined(self._tensors(path, given, axis, padding, rule))
         if batch_type_of(given[0]) is not None:
@@ -271,7 +271,7 @@ def gathered(
 ) -> Any:
     """Join the replicas' outputs on `device` by the caller's rules. Differentiable. Args: as `Outputs`."""
     matched = Outputs(outputs, rules, sizes, live_of)
-    here = [[t if t is None else _devices.copy_to(t, device) for t in group.tensors] for group in matched.groups]
+    here = [[t if t is None else _devices.moved_to(t, device) for t in group.tensors] for group in matched.groups]
     joined = [group.placement.join(tensors) for group, tensors in zip(matched.groups, here, strict=True)]
     return matched.put_together(joined, device)
 
@@ -358,7 +358,7 @@ def _check_agree(path: str, given: tuple[torch.Tensor, ...]) -> None:
     rounding = 1e-4 * first.abs().max().item() if first.is_floating_point() and first.numel() else 0.0
     for other in given[1:]:
         if other.shape != first.shape or not torch.allclose(
-            _devices.copy_to(other.detach(), first.device), first, rtol=0, atol=rounding, equal_nan=True
+            _devices.moved_to(other.detach(), first.device), first, rtol=0, atol=rounding, equal_nan=True
         ):
             raise pytree.disagreement(
                 path, "values, but out_dims=None says that all are equal", [_brief(t) for t in given]

@@ -10,9 +10,8 @@ from unisono.primitives.blueprint import Blueprint, check_initialized, collector
 from unisono.primitives.checks import check_module
 from unisono.runtime import devices as _devices
 from unisono.runtime.devices import DeviceLike
-from unisono.runtime.errors import note_failure_after
 from unisono.runtime.model_warnings import of_process
-from unisono.runtime.torch_private import foreach, process_groups
+from unisono.runtime.torch_private import process_groups
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -59,10 +58,10 @@ def replicate(network: M, devices: Sequence[DeviceLike], detach: bool = False) -
             tensors = blueprint.buffers_for(copies, shared=device not in targets[:number])
             if detach or device != source:
                 for key, parameter in blueprint.parameters.items():
-                    there = _devices.copy_to(parameter, device)
+                    there = _devices.moved_to(parameter, device)
                     tensors[key] = there.detach() if detach else there
             for key, constant in blueprint.constants_on(source).items():
-                tensors[key] = _devices.copy_to(constant, device)
+                tensors[key] = _devices.moved_to(constant, device)
             (root, *_), _ = blueprint.stamp(tensors)
             replicas.append(root)
         warn_of_observers(blueprint, targets, of_process)
@@ -82,7 +81,7 @@ def live_tensors_of(replicas: Sequence[Any], live: nn.Module) -> list[dict[int, 
     return [{id(of[name]): tensor for name, tensor in named if name in of} for of in own]
 
 
-def check_device(root: nn.Module, tensors: Iterable[torch.Tensor], device: torch.device) -> None:
+def check_can_be_replicated(root: nn.Module, tensors: Iterable[torch.Tensor], device: torch.device) -> None:
     """Check that those of `tensors` that are parameters or buffers of `root` are on `device`, and initialized.
 
     Raises:
@@ -123,34 +122,3 @@ def _check_whole(root: nn.Module, tensors: Sequence[torch.Tensor]) -> None:
         named = (*root.named_parameters(), *root.named_buffers())
         name = next((name for name, tensor in named if tensor is part), "a tensor of it")
         raise TypeError(_NOT_WHOLE.format(what=f"{name} is a {type(part).__name__}"))
-
-
-class unchanged_on_failure:  # noqa: N801 - a context manager, as a class because a step enters it each time
-    """Restores the buffers if the block raises: a step that fails changes nothing."""
-
-    before: list[list[torch.Tensor]]  # copies of them from when the block began
-
-    def __init__(self, buffers: Sequence[list[torch.Tensor]]) -> None:
-        self.buffers = buffers  # in lists of one kind each (`foreach.of_one_kind`)
-
-    def __enter__(self) -> None:
-        self.before = [*map(foreach.clones, self.buffers)]
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        if kind is None:
-            return
-        try:
-            self.restore()
-        except Exception as other:  # noqa: BLE001 - noted
-            note_failure_after(error, other, "putting the buffers back")
-
-    def restore(self) -> None:
-        """Write the copies into the buffers."""
-        for buffers, before in zip(self.buffers, self.before, strict=True):
-            write_values(buffers, before)
-
-
-def write_values(tensors: Iterable[torch.Tensor], values: Iterable[torch.Tensor]) -> None:
-    """Write values into tensors. Autograd does not notice: graphs that have saved the tensors stay valid."""
-    for tensor, value in zip(tensors, values, strict=True):
-        tensor.data.copy_(value)

@@ -116,7 +116,7 @@ class IdleDevices:
         self._most_rows = rows
         if all(sizes):
             return
-        idle = [str(d) for d, size, share in zip(devices, sizes, has_share(), strict=True) if share > size]
+        idle = [str(d) for d, size, share in zip(devices, sizes, has_share(), strict=True) if share and not size]
         if idle:
             better = 'shares="even"' if rows >= len(sizes) else f"batches of at least {len(sizes)} rows"
             batch = "1 row" if rows == 1 else f"{rows} rows"

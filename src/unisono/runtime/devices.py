@@ -218,7 +218,7 @@ def copies_on_cpu(tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor |
     return [None if tensor is None else tensor.to(_CPU, copy=True) for tensor in tensors]
 
 
-def copy_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+def moved_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return `tensor` on `device`: itself if it is there already, else a differentiable copy.
 
     Copies between accelerators are queued, ordered by both devices' current streams; copies from and to the host

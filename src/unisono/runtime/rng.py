@@ -128,7 +128,7 @@ class _OwnStreams:
             shared = _devices.shared_generators(self._devices)
             self._turns = {device: _Turns(of, self._devices.index(device)) for device, of in shared.items()}
         self._last_move, self._state = _process.last_move, torch.default_generator.get_state()
-        self._streams: list[Stream] = []  # of the replicas that have begun
+        self._streams: list[RandomStream] = []  # of the replicas that have begun
         self._caught = _process.catch_draws() if self._on_host else None
         return self._context_of
 
@@ -137,7 +137,7 @@ class _OwnStreams:
             turns = self._turns.get(self._devices[index])
             return contextlib.nullcontext() if turns is None else turns.of(index)
         state = self._state  # not `self` in the lambda, which would be a reference cycle
-        stream = Stream(partial(_seeded, lambda: _seed(bytes_of(state), index)))
+        stream = RandomStream(partial(_seeded, lambda: _seed(bytes_of(state), index)))
         self._streams.append(stream)
         return DrawingFrom(stream, self._caught)
 
@@ -262,7 +262,7 @@ def waiting_for_others() -> Iterator[None]:
         turn.take()
 
 
-class Stream:
+class RandomStream:
     """The random numbers of one replica in one pass, or of one batch; the generator is made when first asked for.
 
     Args:
@@ -319,7 +319,7 @@ class SeededDraws:
 
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as stack:
-            stack.callback(setattr, _thread, "stream", current_stream())
+            stack.callback(setattr, _thread, "stream", current_random_stream())
             stack.callback(while_replicas_run.leave, while_replicas_run.enter())
             caught = _process.catch_draws()
             if caught is not None:
@@ -335,7 +335,7 @@ class SeededDraws:
 
     def begin(self, seed: int) -> None:
         """Begin another stream."""
-        self._stream = Stream(partial(_seeded, lambda: seed))
+        self._stream = RandomStream(partial(_seeded, lambda: seed))
         if self._is_caught:
             _thread.stream = self._stream
         if self._generator is not None:
@@ -374,11 +374,11 @@ def bytes_of(state: torch.Tensor) -> bytes:
 class DrawingFrom:
     """The context in which the calling thread draws from a stream."""
 
-    def __init__(self, stream: Stream, caught: Callable[[], AbstractContextManager[None]]) -> None:
+    def __init__(self, stream: RandomStream, caught: Callable[[], AbstractContextManager[None]]) -> None:
         self._stream, self._catching = stream, caught()
 
     def __enter__(self) -> None:
-        self._before = current_stream()
+        self._before = current_random_stream()
         _thread.stream = self._stream
         try:
             self._catching.__enter__()
@@ -393,7 +393,7 @@ class DrawingFrom:
             _thread.stream = self._before
 
 
-def current_stream() -> Stream | None:
+def current_random_stream() -> RandomStream | None:
     """Return the stream from which the calling thread draws; None: it draws from torch's generator."""
     return _thread.stream
 
@@ -406,7 +406,7 @@ def _stand_ins() -> Iterator[StandIn]:
 
 def _generator_of_thread(default: torch.Generator) -> torch.Generator:
     def look_up() -> torch.Generator:
-        stream = current_stream()
+        stream = current_random_stream()
         return default if stream is None else stream.generator
 
     return dispatcher.GeneratorOfThread(look_up)
@@ -525,7 +525,7 @@ def _own_generator(
     named: torch.Generator | None, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> torch.Generator | None:
     """Return the generator of the thread's stream if a call with these arguments is to draw from it, else None."""
-    stream = current_stream()
+    stream = current_random_stream()
     if stream is None or (named is not None and not dispatcher.is_default_generator(named)):
         return None
     device = kwargs.get("device")
@@ -537,7 +537,7 @@ def _own_generator(
 
 
 class _ThreadLocal(threading.local):
-    stream: Stream | None = None  # from which the thread draws; None: from torch's generator
+    stream: RandomStream | None = None  # from which the thread draws; None: from torch's generator
 
 
 _thread = _ThreadLocal()

@@ -61,8 +61,8 @@ _EXIT_LOOK_S = 0.05  # how often exit looks
 # Whether an object belongs to the thread that has made it: in the builds of Python that can run without the global lock
 # (PEP 703, "Biased Reference Counting"), with the lock on as well.
 OBJECTS_HAVE_THREADS = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))
-# What `seen_by_backward` is given around a backward of replicas' graphs, whose nodes may run forward again: torch runs
-# those of accelerators in threads of its own, and one call may run the graphs of all replicas in the caller's.
+# What `with_backward_context` is given around a backward of replicas' graphs, whose nodes may run forward again: torch
+# runs those of accelerators in threads of its own, and one call may run the graphs of all replicas in the caller's.
 OF_REPLICAS = "of replicas"
 
 
@@ -177,11 +177,11 @@ def run_together(
         with process_wide.parametrizations_not_cached():
             return run_together(tasks, devices, around, timeout_s, names, here=here, may_have_modes=may_have_modes)
     if (len(tasks) == 1 and here is not None) or inside_replica():
-        return [_run_here(tasks[i], devices[i], i, around(i)) for i in range(len(tasks))]
+        return [_run_in_this_thread(tasks[i], devices[i], i, around(i)) for i in range(len(tasks))]
     entry = while_replicas_run.enter()
     try:
         if may_have_modes and modes_that_stay():
-            return [_run_here(tasks[i], devices[i], i, around(i)) for i in range(len(tasks))]
+            return [_run_in_this_thread(tasks[i], devices[i], i, around(i)) for i in range(len(tasks))]
         return _run_in_threads(tasks, devices, around, timeout_s, names, here)
     finally:
         while_replicas_run.leave(entry)
@@ -224,7 +224,7 @@ def _run_in_threads(
         finally:
             del outcome  # a traceback refers to this frame: nothing in it may refer to an exception
 
-    def run_here(index: int) -> T:
+    def run_in_caller(index: int) -> T:
         _thread.run = together, index
         with around(index), AsReplica(devices[index], index, threads_each, streams):
             return tasks[index]()
@@ -242,7 +242,7 @@ def _run_in_threads(
         for i, worker in zip(in_workers, workers, strict=True):
             worker.inbox.put(Order(i, [run], done, makes_nodes=most_nodes is not None))
         if here is not None:
-            ended[here] = outcome_of(partial(run_here, here))
+            ended[here] = outcome_of(partial(run_in_caller, here))
             together.ended[here], _thread.run = True, (None, 0)
             if together.on_end is not None:
                 together.on_end(here, ended[here])
@@ -301,7 +301,7 @@ def as_first_replica(devices: Sequence[torch.device], state: ThreadState) -> Ite
 
 def inside_replica() -> bool:
     """Return whether the calling thread is running a replica's task, or nodes of its graph (`OF_REPLICAS`)."""
-    return _thread.replica_device is not None or (engine.sees_anything() and OF_REPLICAS in engine.seen_in_backward())
+    return _thread.replica_device is not None or (engine.sees_anything() and OF_REPLICAS in engine.backward_context())
 
 
 def replica_device() -> torch.device | None:
@@ -332,7 +332,7 @@ def outcome_of(task: Callable[[], T]) -> Outcome[T]:
         return Outcome(error=error)
 
 
-def _run_here(
+def _run_in_this_thread(
     task: Callable[[], T], device: torch.device, index: int, around: AbstractContextManager[None]
 ) -> Outcome[T]:
     def run() -> T:

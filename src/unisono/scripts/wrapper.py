@@ -185,7 +185,7 @@ class DataParallel(OwnDataParallel, metaclass=_NamedAsTorchs):
         return copyreg._reconstructor, (pickled_as, object, None), self.__getstate__()  # type: ignore[attr-defined]
 
 
-DataParallel._has_own_verbs = DataParallel
+DataParallel._class_of_verbs = DataParallel
 
 
 def _kept(output_device: DeviceLike | None, devices: Sequence[torch.device]) -> torch.device | None:

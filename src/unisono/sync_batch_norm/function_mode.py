@@ -44,7 +44,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from unisono.autograd.bucket import is_bucket_node
+from unisono.autograd.bucket_nodes import is_bucket_node
 from unisono.autograd.replica_graph import while_backward_runs
 from unisono.runtime import devices as _devices
 from unisono.runtime.contexts import contextmanager
@@ -290,7 +290,7 @@ def sum_gradients(gradients: Mapping[int, Gradients]) -> Gradients:
     """Return the sum of all gradients, in the order given, on the device of the first."""
     first = next(iter(gradients.values()))
     device = first.tensor.device
-    total = torch.stack([_devices.copy_to(each.here(), device) for each in gradients.values()]).sum(0)
+    total = torch.stack([_devices.moved_to(each.here(), device) for each in gradients.values()]).sum(0)
     return Gradients(total, first.weighted, current_stream(device))
 
 
@@ -360,7 +360,7 @@ class _AllReduce(torch.autograd.Function):
         result = replica_pass.exchange.all_gather(of.index, request)
         ctx.of = replace(of, number=result.number, weighted=not of.weighted)
         total = result.once(sum_gradients).here()
-        return _devices.copy_to(total.detach(), tensor.device)  # detached: the other replicas get the same tensor
+        return _devices.moved_to(total.detach(), tensor.device)  # detached: the other replicas get the same tensor
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

@@ -73,13 +73,15 @@ class KernelStatistics:
             return parts[0].on(device)
         counts = [part.count for part in parts]
         count, eps = None if None in counts else sum(counts), parts[0].eps  # type: ignore[arg-type]
-        means, inverse_stds, each_count = _split(torch.stack([_devices.copy_to(part.packed, device) for part in parts]))
+        means, inverse_stds, each_count = _split(
+            torch.stack([_devices.moved_to(part.packed, device) for part in parts])
+        )
         mean, inverse_std = _gather(means, inverse_stds, each_count, eps)
         return cls(torch.cat([mean, inverse_std, each_count.sum(0)]), eps, count)
 
     def on(self, device: torch.device) -> "KernelStatistics":
         """Return the same statistics on a device."""
-        return KernelStatistics(_devices.copy_to(self.packed, device), self.eps, self.count)
+        return KernelStatistics(_devices.moved_to(self.packed, device), self.eps, self.count)
 
     def update(self, running_mean: torch.Tensor | None, running_var: torch.Tensor | None, momentum: float) -> None:
         """Move running statistics towards these, as torch does."""

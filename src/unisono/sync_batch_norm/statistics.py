@@ -59,15 +59,15 @@ class Statistics:
         if len(parts) == 1:
             return parts[0]
         count = sum(part.count for part in parts)
-        means = torch.stack([_devices.copy_to(part.mean, device) for part in parts])
-        variances = torch.stack([_devices.copy_to(part.var, device) for part in parts])
+        means = torch.stack([_devices.moved_to(part.mean, device) for part in parts])
+        variances = torch.stack([_devices.moved_to(part.var, device) for part in parts])
         shares = _devices.numbers([[part.count / max(count, 1)] for part in parts], means.dtype, device)
         mean = (shares * means).sum(0)
         return cls(count, mean, (shares * (variances + (means - mean).square())).sum(0))
 
     def on(self, device: torch.device) -> "Statistics":
         """Return the same statistics on a device."""
-        return Statistics(self.count, *(_devices.copy_to(tensor, device) for tensor in self.tensors))
+        return Statistics(self.count, *(_devices.moved_to(tensor, device) for tensor in self.tensors))
 
     def update(self, running_mean: torch.Tensor | None, running_var: torch.Tensor | None, momentum: float) -> None:
         """Move running statistics towards these, as torch does: the variance as an estimate for the population.

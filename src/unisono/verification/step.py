@@ -168,14 +168,14 @@ def take_step(
     if isinstance(model, DataParallel):
         model._step_memory.written.update(written)
     module: nn.Module = model if like is None else model.module  # type: ignore[assignment]
-    run = model if like is None or example.forward is None else functools.partial(example.forward, model)
-    run = run if example.step is None else functools.partial(example.step, run)
     module.to(example.device)
     widen(module, least, original)
     if mode == "eval":
         model.eval()
     elif not module.training:
         model.train()
+    run = model if like is None or example.forward is None else functools.partial(example.forward, model)
+    run = run if example.step is None else functools.partial(example.step, run)
     if repeated:
         args, kwargs = example.fresh_inputs(least)
         with DrawsOff(least), contextlib.suppress(Exception):  # without warnings; what it raises, the step raises too
@@ -195,16 +195,7 @@ def take_step(
     off, before = DrawsOff(least), RandomState(generators)
     attributes, marks = attributes_in(module), marks_on(module, args, kwargs)
     with step.recorder.attached(module) if record else contextlib.nullcontext(), off:
-        try:
-            output = run(*args, **kwargs)
-        except ValueError as error:
-            if like is None or not step.recorder.root_calls() or is_of_replica(error):
-                raise
-            step.error = error
-        except TypeError as error:
-            if like is None and len(args) > 1:
-                add_note(error, f"the model got {len(args)} positional inputs. {_TARGET}")
-            raise
+        output = _run_forward(step, functools.partial(run, *args, **kwargs), len(args), on_one_device=like is None)
     if example.step is not None and record and not step.recorder.has_seen_calls():
         raise ValueError("step: it did not call the model that it is given; write step(model, *inputs), and call that")
     if isinstance(model, DataParallel) and not model._step_memory.written <= {*written}:
@@ -220,7 +211,7 @@ def take_step(
     changed = {name for name in {**marks, **now} if now.get(name, GONE) is not marks.get(name, GONE)}
     step.marked = {name for name in changed if id(now.get(name)) not in returned}
     if step.error is None:
-        output = pytree.map_all_tensors(lambda tensor: _devices.copy_to(tensor, example.output_device), output)
+        output = pytree.map_all_tensors(lambda tensor: _devices.moved_to(tensor, example.output_device), output)
         loss = example.loss(output, dict(tensors_in(output)) if like is None else like.outputs, off, least)
         if loss is not None and loss.requires_grad and backward and not (like is not None and like.no_gradients):
             with off:
@@ -234,15 +225,39 @@ def take_step(
     step.switched_off, step.asked, step.drawn_from = [*off.operations], off.asked, before.moved()
     if isinstance(model, DataParallel):  # after backward, which hooks may see
         step.left = {kind: [*names] for kind, names in model._step_memory.first_steps.leftovers.found.items()}
+    _record_state(step, module, original)
+    return step
+
+
+def _run_forward(step: RecordedStep, run: Callable[[], Any], num_inputs: int, *, on_one_device: bool) -> Any:
+    """Run forward; return its output. What replicas' outputs could not be gathered for is noted as the step's error."""
+    try:
+        return run()
+    except ValueError as error:
+        if on_one_device or not step.recorder.root_calls() or is_of_replica(error):
+            raise
+        step.error = error
+    except TypeError as error:
+        if on_one_device and num_inputs > 1:
+            add_note(error, f"the model got {num_inputs} positional inputs. {_TARGET}")
+        raise
+    return None
+
+
+def _record_state(step: RecordedStep, module: nn.Module, original: nn.Module) -> None:
+    """Record what the step has left in the module: its parameters, buffers and attributes; and what it has changed."""
     step.attributes, step.contents = numbers_in(module), contents_in(module)
     step.parameters = {name: plain(parameter) for name, parameter in module.named_parameters()}
-    before_step = {name: plain(parameter) for name, parameter in original.named_parameters()}
-    step.parameters_before = before_step.keys()
-    step.written = {n: p for n, p in step.parameters.items() if n not in before_step or _differ(p, before_step[n])}
+    parameters_before = {name: plain(parameter) for name, parameter in original.named_parameters()}
+    step.parameters_before = parameters_before.keys()
+    step.written = {name: step.parameters[name] for name in _changed(step.parameters, parameters_before)}
     step.buffers = {name: plain(buffer).clone() for name, buffer in module.named_buffers()}
-    before_step = {name: plain(buffer) for name, buffer in original.named_buffers()}
-    step.updated_buffers = {n for n, b in step.buffers.items() if n not in before_step or _differ(b, before_step[n])}
-    return step
+    step.updated_buffers = _changed(step.buffers, {name: plain(buffer) for name, buffer in original.named_buffers()})
+
+
+def _changed(now: dict[str, torch.Tensor], before: dict[str, torch.Tensor]) -> list[str]:
+    """Return the names of tensors that are new, or have other values."""
+    return [name for name, tensor in now.items() if name not in before or _differ(tensor, before[name])]
 
 
 def _differ(one: torch.Tensor, other: torch.Tensor) -> bool:

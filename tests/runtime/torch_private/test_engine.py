@@ -15,7 +15,7 @@ def test_what_the_nodes_of_a_backward_see(can_remove: bool, monkeypatch: pytest.
     """N1: what the block around the backward has been given, and nothing after it; blocks may be inside each other."""
     seen: list[Any] = []
     x = torch.ones(2, requires_grad=True)
-    x.register_hook(lambda _: seen.append({**engine.seen_in_backward()}))
+    x.register_hook(lambda _: seen.append({**engine.backward_context()}))
 
     def backward() -> None:
         engine.run_backward([x.sum()], [torch.ones(())], keep=False)
@@ -23,8 +23,8 @@ def test_what_the_nodes_of_a_backward_see(can_remove: bool, monkeypatch: pytest.
     if not can_remove:  # as in torch 2.9
         monkeypatch.setattr(engine, "_CAN_REMOVE", False)
         monkeypatch.setattr(engine, "_run", torch.autograd.Variable._execution_engine.run_backward)
-    with engine.seen_by_backward({1: "outer", 2: "outer"}):
-        with engine.seen_by_backward({2: "inner"}):
+    with engine.with_backward_context({1: "outer", 2: "outer"}):
+        with engine.with_backward_context({2: "inner"}):
             backward()
         backward()
     backward()

@@ -1,5 +1,5 @@
 """What is a tensor's is exchanged. tests/primitives/test_change_tracking.py looks at tensors, and
-tests/autograd/test_bucket.py asks who refers to them."""
+tests/autograd/test_gradient_sums.py asks who refers to them."""
 
 import torch
 from torch import nn

@@ -60,8 +60,8 @@ _SEEN = "unisono: seen in backward"  # a key among what torch takes along into t
 _CAN_REMOVE = hasattr(_c, "_remove_obj_from_tls")  # torch 2.9 lacks it
 
 
-class seen_by_backward:  # noqa: N801 - a context manager, as a class because a step enters it each time
-    """Lets nodes that run in backwards called within the block, in whatever thread, find items: `seen_in_backward`.
+class with_backward_context:  # noqa: N801 - a context manager, as a class because a step enters it each time
+    """Lets nodes that run in backwards called within the block, in whatever thread, find items: `backward_context`.
 
     They find those of a block around it, too. Fallback, where nothing can be removed from what torch takes along: an
     empty dict stays in the thread's state.
@@ -71,7 +71,7 @@ class seen_by_backward:  # noqa: N801 - a context manager, as a class because a 
         self._items = items
 
     def __enter__(self) -> None:
-        self._before = seen_in_backward()
+        self._before = backward_context()
         self._seen = {**self._before, **self._items}
         _stash(self._seen)
 
@@ -102,13 +102,13 @@ def _stash_keeps_no_reference() -> bool:
     return keeps_none
 
 
-def seen_in_backward() -> dict[Any, Any]:
-    """Return what `seen_by_backward` has been given; nothing outside of its block."""
+def backward_context() -> dict[Any, Any]:
+    """Return what `with_backward_context` has been given; nothing outside of its block."""
     items: dict[Any, Any] = _c._get_obj_in_tls(_SEEN) if sees_anything() else {}
     return items
 
 
-sees_anything: Callable[[], bool] = functools.partial(_c._is_key_in_tls, _SEEN)  # of `seen_by_backward`
+sees_anything: Callable[[], bool] = functools.partial(_c._is_key_in_tls, _SEEN)  # of `with_backward_context`
 
 
 # ---- to run one ----------------------------------------------------------------------------------

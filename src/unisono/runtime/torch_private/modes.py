@@ -4,13 +4,16 @@ import sys
 import threading
 import traceback
 import types
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
 from unisono.runtime.contexts import contextmanager
 from unisono.runtime.errors import traceback_of
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _c: Any = torch._C
 _functorch: Any = torch._C._functorch
@@ -71,10 +74,14 @@ def with_function_mode(mode: Any) -> Iterator[None]:
         _put_modes_back(error)
         raise
     finally:
-        while _c._len_torch_function_stack():
-            _c._pop_torch_function_stack()
-        for mode_before in before:
-            _c._push_on_torch_function_stack(mode_before)
+        _set_function_modes(before)
+
+
+def _set_function_modes(modes: Iterable[Any]) -> None:
+    while _c._len_torch_function_stack():
+        _c._pop_torch_function_stack()
+    for mode in modes:
+        _c._push_on_torch_function_stack(mode)
 
 
 def _put_modes_back(error: BaseException) -> None:
@@ -106,6 +113,26 @@ def default_device() -> torch.device | None:
             device: torch.device = mode.device
             return device
     return None
+
+
+def without_modes(function: Callable[P, T]) -> Callable[P, T]:
+    """Return a function that runs with this thread's dispatch and function modes off, but for the default device.
+
+    It is for what runs forward again in backward, as one device does not: a mode around backward must not see that.
+    """
+
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        of_functions = function_modes()
+        of_dispatch = [_c._pop_torch_dispatch_stack(None) for _ in range(num_dispatch_modes())]
+        _set_function_modes(filter(is_default_device, of_functions))
+        try:
+            return function(*args, **kwargs)
+        finally:
+            _set_function_modes(of_functions)
+            for mode in reversed(of_dispatch):
+                _c._push_on_torch_dispatch_stack(mode)
+
+    return run
 
 
 # ---- transforms of torch.func, and forward-mode differentiation ----------------------------------

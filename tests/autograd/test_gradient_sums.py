@@ -19,16 +19,8 @@ from torch.utils.checkpoint import checkpoint
 from helpers.modules import Calls
 from helpers.small_buckets import use_small_buckets
 from unisono import DataParallel
-from unisono.autograd.bucket import (
-    BucketSums,
-    Collector,
-    Gradients,
-    OnReady,
-    is_bucket_node,
-    joined_gradients,
-    own_tensors,
-    token_of,
-)
+from unisono.autograd.bucket_nodes import Collector, is_bucket_node, joined_gradients, own_tensors, token_of
+from unisono.autograd.gradient_sums import BucketSums, Gradients, OnReady
 from unisono.runtime.buckets import SHARED_BUCKET_BYTES, BucketPlan
 from unisono.runtime.streams import Copies
 from unisono.runtime.torch_private import engine, tensor_objects
@@ -76,7 +68,7 @@ class Reduce(NamedTuple):
         """Return the sum of each live tensor's gradients in what `backward` does."""
         devices = [CPU for _ in replicas.own]
         with BucketSums(replicas.plan, devices, is_flat=self.is_flat, on_ready=on_ready) as sums:
-            with engine.seen_by_backward({replicas.collector: sums.add}):
+            with engine.with_backward_context({replicas.collector: sums.add}):
                 backward()
             return sums.end()
 
