@@ -59,56 +59,56 @@ def test_every_page_is_in_the_navigation_and_every_entry_is_a_page(built):
 
 # The most words on a page, without code. Pages that are made, and lists that only grow, have no limit.
 MOST_WORDS = {
-    "index.md": 250,
+    "index.md": 200,
     "install.md": 250,
-    "two-devices.md": 600,
-    "from-data-parallel.md": 700,
+    "two-devices.md": 500,
+    "from-data-parallel.md": 650,
     "from-ddp.md": 450,
-    "notebook.md": 400,
+    "notebook.md": 300,
     "run.md": 450,
-    "trainer.md": 350,
-    "batch-dimension.md": 600,
+    "trainer.md": 300,
+    "batch-dimension.md": 500,
     "batch-norm-and-dropout.md": 350,
     "state-in-forward.md": 400,
     "shares.md": 400,
     "out-of-memory.md": 350,
-    "save-and-resume.md": 400,
+    "save-and-resume.md": 250,
     "inference.md": 300,
     "verify.md": 400,
-    "testing.md": 450,
+    "testing.md": 400,
     "profile.md": 600,
-    "free-threading.md": 450,
+    "free-threading.md": 400,
     "clusters.md": 500,
     "torchrun.md": 250,
     "machines.md": 250,
-    "slurm.md": 250,
-    "mpi.md": 250,
-    "ray.md": 250,
-    "other-launchers.md": 250,
-    "ranks.md": 250,
+    "slurm.md": 150,
+    "mpi.md": 100,
+    "ray.md": 150,
+    "other-launchers.md": 100,
+    "ranks.md": 200,
     "examples.md": 250,
-    "differences.md": 700,
+    "differences.md": 650,
     "errors.md": 900,
     "command-line.md": 200,
-    "command-run.md": 500,
-    "command-verify.md": 500,
-    "command-devices.md": 500,
-    "command-watch.md": 500,
-    "command-bench.md": 500,
-    "command-plan.md": 500,
-    "command-train.md": 500,
+    "command-run.md": 350,
+    "command-verify.md": 350,
+    "command-devices.md": 150,
+    "command-watch.md": 100,
+    "command-bench.md": 200,
+    "command-plan.md": 250,
+    "command-train.md": 400,
     "compatibility.md": 500,
     "what-has-run.md": 1500,
     "libraries.md": 850,
     "benchmark.md": 400,
     "boundaries.md": 450,
-    "stability.md": 350,
+    "stability.md": 300,
     "training-step.md": 600,
     "same-numbers.md": 500,
     "gpus.md": 500,
     "failures.md": 500,
     "plan.md": 500,
-    "architecture.md": 1000,
+    "architecture.md": 700,
     "rules.md": 900,
     "adding.md": 200,
     "contributing.md": 650,
@@ -126,13 +126,18 @@ NO_LIMIT = {
 }
 
 
+EVERYTHING = {"behaviour.md", "changelog.md"}  # looked things up in, not read
+
+
 def test_a_page_is_short_enough_to_be_read(built) -> None:
     """Chinese pages do not put spaces between words, so they are not counted."""
     entries = [page for _, page in navigation() if not page.startswith("zh/")]
     assert set(entries) == MOST_WORDS.keys() | NO_LIMIT
     words = {page: num_words(built.pages[page]) for page in entries}
     assert {page: words[page] for page, most in MOST_WORDS.items() if words[page] > most} == {}
-    assert statistics.median(words.values()) <= 400
+    assert statistics.median(words.values()) <= 360
+    readable = [page for page in built.pages if not page.startswith(("zh/", "source/")) and page not in EVERYTHING]
+    assert {page: num for page in readable if (num := num_words(built.pages[page])) > 1500} == {}
 
 
 def test_a_page_has_one_name(built) -> None:
