@@ -92,7 +92,7 @@ $(CLIENTS)/.ready: pyproject.toml constraints.txt $(CLIENTS_NEED)
 # are installed where that is allowed. OPTIONS: make clusters OPTIONS="--only slurm"; OPTIONS=--help says more.
 CLUSTERS = .venv-clusters
 
-clusters: $(CLUSTERS)/.ready  ## run the pages of launchers with Slurm, MPI, Ray, Monarch, ... here; writes a table into docs/what-has-run.md, and a log
+clusters: $(CLUSTERS)/.ready  ## run the pages of launchers with Slurm, MPI, Ray, Monarch, ... here; writes the table in docs/launchers.md, and a log
 	PYTHONPATH=tests $(CLUSTERS)/bin/python -m clusters $(OPTIONS)
 	$(if $(OPTIONS),,@$(CLUSTERS)/bin/python docs/what_has_run.py)
 

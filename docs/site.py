@@ -57,6 +57,7 @@ NOT_SEARCHED = (
     "benchmarks/",
     "test-records.md",
     "what-has-run.md",
+    "launchers.md",
     "libraries.md",
     "terms.md",
     "architecture.md",

@@ -98,11 +98,12 @@ def _of_suites() -> list[Run]:
 
 def _of_launchers() -> Run:
     """Return the sum of the table of `make clusters`."""
-    text = read_table(ROOT / PAGE, "make clusters")
+    text = read_table(ROOT / "docs" / "launchers.md", "make clusters")
     outcomes = re.findall(r"^\| .+? \| .+? \| (.+?) \| [\d-]+ \|$", text, re.MULTILINE)
     failed = sum(each.startswith("FAILED") for each in outcomes)
     absent = sum(each.startswith("not run") for each in outcomes)
-    return _sum("launchers, one machine, CPUs", "make clusters", text, len(outcomes) - failed - absent, failed, absent)
+    on = "[launchers](docs/launchers.md), one machine, CPUs"
+    return _sum(on, "make clusters", text, len(outcomes) - failed - absent, failed, absent)
 
 
 def _of_libraries() -> Run:
@@ -112,8 +113,10 @@ def _of_libraries() -> Run:
     absent = sum(each.startswith("not run") for each in outcomes)
     passed = sum(re.match(r"(\d+ x )?passed(;.*)?$", each) is not None for each in outcomes)
     failed = len(outcomes) - passed - absent
-    run = _sum("other people's libraries, two CPU replicas", "make clients", text, passed, failed, absent)
-    return run._replace(failed=f"{failed}, in part: [which](libraries.md)") if failed else run
+    run = _sum(
+        "other people's [libraries](docs/libraries.md), two CPU replicas", "make clients", text, passed, failed, absent
+    )
+    return run._replace(failed=f"{failed}, in part") if failed else run
 
 
 def _sum(on: str, command: str, text: str, passed: int, failed: int, absent: int) -> Run:

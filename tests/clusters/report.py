@@ -1,4 +1,4 @@
-"""The table of what was run, for docs/what-has-run.md, and the log beside it."""
+"""The table of what was run, for docs/launchers.md, and the log beside it."""
 
 import platform
 import sys
