@@ -174,6 +174,8 @@ dist: $(DIST)/.ready  ## build wheel and sdist, check both, install the wheel in
 	$(DIST)/try/bin/python -m pip install --disable-pip-version-check -c constraints.txt 'torch==2.13.0' \
 	  "unisono[train] @ file://$$(echo $(CURDIR)/dist/*.whl)"
 	$(DIST)/try/bin/python -m pip check
+	@! grep -nE '\]\(([^h]|h[^t])' $(DIST)/try/lib/python*/site-packages/unisono-*.dist-info/METADATA || \
+	  { echo "the wheel's description has the relative links above: see its substitutions in pyproject.toml" >&2; exit 1; }
 	mkdir $(DIST)/try/empty
 	cd $(DIST)/try/empty && ../bin/python -I $(CURDIR)/examples/first_steps.py | tee first_steps.txt
 	grep -q '^same: 20 comparisons' $(DIST)/try/empty/first_steps.txt

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 from unisono.console.tables import table
 from unisono.plan.links import LINKS, Cluster
-from unisono.plan.plans import percent
 from unisono.plan.prediction import StepCost, predict
 
 CLOSE_POINTS = 10.0
@@ -51,7 +50,7 @@ def document() -> str:
     compared = comparisons()
     rows = []
     for one in compared:
-        row = [one.run, f"{one.reference_devices} to {one.num_devices}", percent(one.reported), percent(one.predicted)]
+        row = [one.run, f"{one.reference_devices} to {one.num_devices}", *(f"{100 * part:.1f} %" for part in one[3:])]
         speed_off = f"{100 * (one.predicted / one.reported - 1):+.1f} %"
         rows.append([*row, f"{one.error_points:+.1f}", speed_off, "" if one.is_close else "miss"])
     header = ["run", "devices", "reported", "predicted", "points off", "speed off", ""]

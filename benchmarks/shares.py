@@ -15,6 +15,7 @@ then the steps of shares="measured" from the first one on. The goal: from step 3
 import argparse
 import threading
 import time
+from typing import Literal
 
 import torch
 from torch import nn
@@ -93,7 +94,7 @@ def slowed() -> None:
     )
 
 
-def steps_s(shares: str | list[int], number: int) -> list[float]:
+def steps_s(shares: Literal["measured"] | list[int], number: int) -> list[float]:
     """Return how long each of the first steps of a new wrapper takes."""
     model = unisono.DataParallel(Sleeper(), ["cpu"] * 2, shares=shares)
     x, seconds = torch.randn(ROWS, 8), []

@@ -602,11 +602,14 @@ def test_options_that_change_later_are_checked_as_at_first(option, good, bad, er
     assert getattr(model, option, ...) == before
 
 
-def test_its_text_names_the_devices():
-    """A7: as that of any module names its options."""
-    text = repr(DataParallel(nn.Linear(3, 2), ["cpu"] * 2))
-    assert text.splitlines()[:2] == ["DataParallel(", "  devices=[cpu, cpu]"]
+def test_its_text_names_devices_shares_and_batch_norm():
+    """A7: as that of any module names its options; what nothing is shared by has none."""
+    text = repr(DataParallel(nn.Linear(3, 2), ["cpu"] * 2, shares=[2, 1]))
+    of_both = "  devices=[cpu, cpu], shares=(2.0, 1.0), sync_batch_norm=None"
+    assert text.splitlines()[:2] == ["DataParallel(", of_both]
     assert "(module): Linear(" in text
+    assert DataParallel(nn.Linear(3, 2), ["cpu"]).extra_repr() == "devices=[cpu]"
+    assert "the plain module runs" in DataParallel(nn.Linear(3, 2), [0, 1]).extra_repr()
 
 
 def test_every_option_is_checked_when_it_is_assigned():
@@ -762,13 +765,16 @@ def test_outputs_are_in_the_order_of_the_inputs(sim, wrap):
 
 @both
 def test_0_dim_outputs_become_a_vector(wrap):
-    """G2, G4: one entry a replica, warned about once; its mean trains as in torch."""
+    """G2, G4: one entry a replica; its mean trains as in torch. Warned about once without gradients and once with."""
     model = wrap(nn.Sequential(mlp(), Fn(lambda y: y.square().mean())), ["cpu"] * 2)
     plain = copy.deepcopy(model.module)
     x = numbered(6, 3)
     with pytest.warns(UserWarning, match="Each replica returned a scalar") as warned:
         _, losses = model(x), model(x)
     assert len(warned) == 1
+    assert "grad can be implicitly created only for scalar outputs" in str(warned[0].message)
+    with pytest.warns(UserWarning, match="Each replica returned a scalar"), torch.no_grad():
+        model(x)
     assert losses.shape == (2,)
     torch.testing.assert_close(losses.detach(), torch.stack([plain(x[:3]), plain(x[3:])]).detach())
     losses.mean().backward()
@@ -937,7 +943,7 @@ def test_a_subclass_that_replaces_getattr_keeps_torchs_attributes():
     for wrapper in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert wrapper.device_ids == [torch.device("cpu")] * 2
         assert (wrapper.output_device, wrapper.dim) == (torch.device("cpu"), 0)
-        assert repr(wrapper).startswith("AttributesOfTheModule(\n  devices=[cpu, cpu]\n")
+        assert repr(wrapper).startswith("AttributesOfTheModule(\n  devices=[cpu, cpu], shares=")
         assert wrapper.in_features == 3
         assert wrapper(torch.ones(4, 3)).shape == (4, 2)
         wrapper.dim = 1

@@ -743,7 +743,7 @@ def test_the_form_of_reports_and_the_page_of_security() -> None:
     assert "SECURITY.md" in form
     for command in re.findall(r"`unisono ([^`]*)`", form):
         parsers()[0].parse_args(shlex.split(command))
-    assert "Report it in private" in (ROOT / "SECURITY.md").read_text(encoding="utf-8")
+    assert "Do not open a public issue." in (ROOT / "SECURITY.md").read_text(encoding="utf-8")
 
 
 def test_every_field_on_the_api_pages_has_an_entry_of_its_own_with_a_type() -> None:

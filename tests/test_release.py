@@ -21,6 +21,16 @@ def test_package_and_citation_have_the_version_and_the_licence():
     assert fields["abstract"] == PROJECT["description"]
 
 
+def test_the_description_on_an_index_has_no_relative_link():
+    """Pages and pictures of the repository are not there."""
+    text = (ROOT / "README.md").read_text()
+    assert re.search(r"\]\((?!http)", text)
+    for each in PYPROJECT["tool"]["hatch"]["metadata"]["hooks"]["fancy-pypi-readme"]["substitutions"]:
+        text = re.sub(each["pattern"], each["replacement"], text)
+    assert not re.search(r"\]\((?!http)", text)
+    assert "From DDP · Error messages ·" in text
+
+
 def test_the_changelog_keeps_its_form():
     text = (ROOT / "CHANGELOG.md").read_text()
     versions = re.findall(r"^## \[(.+?)\](?: - \d{4}-\d\d-\d\d)?$", text, re.MULTILINE)

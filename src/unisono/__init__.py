@@ -11,16 +11,24 @@ from unisono.primitives.parallel_apply import parallel_apply
 from unisono.primitives.replicate import replicate
 from unisono.primitives.sample_lists import SampleList
 from unisono.primitives.scatter_gather import gather, scatter, scatter_kwargs
+from unisono.profiling.profile import Profile
+from unisono.runtime.devices import DeviceLike
 from unisono.runtime.errors import ReplicaTimeout
 from unisono.runtime.malloc import keep_freed_memory
+from unisono.runtime.timeline import ReplicaTiming
 from unisono.scripts.install import install
+from unisono.verification.report import Report
 from unisono.verification.verify import verify
 
-__version__ = "0.1.0"
+__version__ = "0.1.0.dev0"
 
 __all__ = [
     "DataParallel",
+    "DeviceLike",
+    "Profile",
     "ReplicaTimeout",
+    "ReplicaTiming",
+    "Report",
     "SampleList",
     "data_parallel",
     "gather",

@@ -7,11 +7,12 @@ device.
 import contextlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Never
+from typing import Any, ClassVar, Never, SupportsFloat, TypeVar, overload
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+from typing_extensions import TypeVar as TypeVarWithDefault  # torch needs it, too
 
 from unisono import ways
 from unisono.distributed.bucketed_all_reduce import CommHook
@@ -22,22 +23,24 @@ from unisono.distributed.process_group import communicator_for
 from unisono.distributed.uneven_inputs import even_batches
 from unisono.engines.rank_forward import Ranks
 from unisono.engines.step_memory import StepMemory
+from unisono.inference.batch_map import OutputIterator
 from unisono.inference.map_and_evaluate import evaluate_batches, map_batches
+from unisono.inference.metrics import Reduction
 from unisono.leftovers.first_steps import FirstSteps
-from unisono.options import OF_OTHER_LIBRARIES, Options, check_timeout, decided
+from unisono.options import OF_OTHER_LIBRARIES, LossRule, Options, check_timeout, decided
 from unisono.primitives.batch_types import batch_type_of
 from unisono.primitives.checks import check_flag, check_kwargs, check_module, check_names, check_word
-from unisono.primitives.dims import check_dim, warn_if_rows_elsewhere
+from unisono.primitives.dims import Scalars, check_dim, warn_if_rows_elsewhere
 from unisono.primitives.output_rows import ROWS
 from unisono.primitives.outputs import gathered
 from unisono.primitives.parallel_apply import parallel_apply
 from unisono.primitives.replicate import replicate
-from unisono.primitives.split_sizes import IdleDevices
+from unisono.primitives.split_sizes import IdleDevices, Shares
 from unisono.profiling.profile import Profile
 from unisono.runtime import devices as _devices
 from unisono.runtime import timeline
 from unisono.runtime.contexts import contextmanager
-from unisono.runtime.devices import DeviceLike
+from unisono.runtime.devices import DeviceIds, DeviceLike
 from unisono.runtime.errors import log_once
 from unisono.runtime.interrupts import critical
 from unisono.runtime.timeline import ReplicaTiming
@@ -45,8 +48,12 @@ from unisono.runtime.tracebacks import leave_out_own_frames, without_own_frames
 from unisono.runtime.unequal_devices import warn_if_unequal
 from unisono.wrapper import Wrapper, accept_clean_names, of_wrapper
 
+M = TypeVarWithDefault("M", bound=nn.Module, default=Any)
+B = TypeVar("B")
+Out = TypeVar("Out")
 
-class DataParallel(Wrapper, nn.DataParallel[Any]):
+
+class DataParallel(Wrapper, nn.DataParallel[M]):
     """Run a module on every device of the machine, each on its share of the batch, with the results of one device.
 
         >>> model = torch.nn.Linear(5, 2)
@@ -61,13 +68,14 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
     the replicas; outputs are in the order of the inputs. For a module whose rows do not interact, outputs and
     gradients are the plain module's within float rounding; where rows do interact (batch normalisation in training),
     each replica sees its own rows only, as in `torch.nn.DataParallel`. With `sync_batch_norm=True` batch norm sees the
-    whole batch, and the numbers are the plain module's again. Forward may not write into parameters: that is an error.
+    whole batch, and the numbers are the plain module's again. What forward writes into parameters is kept if all
+    replicas write the same; else it is an error.
 
     Args:
         module: the model; with two or more devices, its parameters and buffers are on the first one.
         device_ids: one device a replica: accelerator indices, strings or `torch.device`s; `["cpu"] * 4` is four
             replicas on the CPU, and a device may be named twice. None: every accelerator. On a machine without
-            accelerators None, an empty list and indices mean the plain module.
+            accelerators None, an empty list and indices mean the plain module; a name such as "cuda:0" is an error.
         output_device: where outputs are gathered; None: the first device.
         dim: the axis of the rows, in every input and output tensor that is not 0-dim.
         shares: how many rows each replica gets. "chunk": ceil(rows / n) each, torch's rule; "even": differing by one
@@ -130,27 +138,40 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
         RuntimeError: launcher's variables that are incomplete; processes that do not come, or whose models differ.
     """
 
+    module: M
+    devices: list[torch.device]
+    device_ids: list[int | torch.device]  # type: ignore[assignment]  # torch's are ints, on accelerators only
+    output_device: int | torch.device | None  # type: ignore[assignment]
+    shares: Shares
+    parts: int
+    rescue: bool
+    timeout: float | None
+    scalars: Scalars
+    in_dims: Any
+    out_dims: Any
+    sync_batch_norm: bool | None
+
     _option_names: ClassVar[frozenset[str]] = Options.names
     _says_names_of_both: ClassVar[bool] = True
 
     @without_own_frames
     def __init__(
         self,
-        module: nn.Module,
-        device_ids: Sequence[DeviceLike] | None = None,
+        module: M,
+        device_ids: DeviceIds | None = None,
         output_device: DeviceLike | None = None,
         dim: int = 0,
         *,
-        shares: str | Sequence[float] = "chunk",
+        shares: Shares = "chunk",
         parts: int = 1,
         rescue: bool = False,
         timeout: float | None = None,
-        scalars: Any = "stack",
+        scalars: Scalars = "stack",
         in_dims: Any = ...,
         out_dims: Any = ...,
         sync_batch_norm: bool | None = None,
         process_group: Any = None,
-        loss: str = "mean",
+        loss: LossRule = "mean",
         **unknown: Never,
     ) -> None:
         check_names(unknown, ARGUMENTS, "DataParallel", OF_OTHER_LIBRARIES)
@@ -243,6 +264,26 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
         ways.check_method(self.module, method)
         return (ways.run_recorded if timeline.recording else ways.run)(self, method, inputs, kwargs)
 
+    @overload
+    def map(
+        self,
+        batches: Iterable[Any],
+        *,
+        method: str | None = None,
+        batch_size: int | None = None,
+        out: None = None,
+        progress: bool = False,
+    ) -> OutputIterator: ...
+    @overload
+    def map(
+        self,
+        batches: Iterable[Any],
+        *,
+        method: str | None = None,
+        batch_size: int | None = None,
+        out: Out,
+        progress: bool = False,
+    ) -> Out: ...
     @of_wrapper
     def map(
         self,
@@ -296,6 +337,28 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
         callee = ways.whole_batches(self, method)
         return map_batches(callee, batches, batch_size, out, check_flag(progress, "progress"))
 
+    @overload
+    def evaluate(
+        self,
+        batches: Iterable[Any],
+        metric: Callable[[Any, Any], SupportsFloat],
+        *,
+        method: str | None = None,
+        batch_size: int | None = None,
+        reduction: Reduction = "mean",
+        progress: bool = False,
+    ) -> float: ...
+    @overload
+    def evaluate(
+        self,
+        batches: Iterable[Any],
+        metric: Callable[[Any, Any], Mapping[str, SupportsFloat]],
+        *,
+        method: str | None = None,
+        batch_size: int | None = None,
+        reduction: Reduction | Mapping[str, Reduction] = "mean",
+        progress: bool = False,
+    ) -> dict[str, float]: ...
     @of_wrapper
     def evaluate(
         self,
@@ -304,7 +367,7 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
         *,
         method: str | None = None,
         batch_size: int | None = None,
-        reduction: str | Mapping[str, str] = "mean",
+        reduction: Reduction | Mapping[str, Reduction] = "mean",
         progress: bool = False,
     ) -> float | dict[str, float]:
         """Return the mean of a metric over all rows of many batches, each computed whole by whichever device is free.
@@ -365,7 +428,7 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
         shards = ways.shards_for(self, tuple(inputs), kwargs or {}, devices)
         return [args for args, _ in shards], [kw for _, kw in shards]
 
-    def replicate(self, module: nn.Module, device_ids: Sequence[DeviceLike]) -> list[nn.Module]:
+    def replicate(self, module: M, device_ids: Sequence[DeviceLike]) -> list[M]:
         """Return one replica of `module` a device; override it, and forward uses yours, as with `scatter`.
 
         >>> model = unisono.DataParallel(torch.nn.Linear(5, 2), ["cpu", "cpu"])
@@ -430,7 +493,7 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
         return contextlib.nullcontext() if gradient_sync is None else gradient_sync.suspended()
 
     @of_wrapper
-    def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
+    def batches(self, loader: Iterable[B]) -> Iterator[B]:
         """Yield the batches of this process's loader, then empty ones until every process has had all its batches.
 
             >>> model = unisono.DataParallel(torch.nn.Linear(5, 2), ["cpu"])
@@ -489,12 +552,18 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
             gradient_sync.next_weight = number
 
     def extra_repr(self) -> str:
-        """Return what `repr(model)` says beside the module: the devices.
+        """Return what `repr(model)` says beside the module: the devices, and on several how rows are shared.
 
-        >>> unisono.DataParallel(torch.nn.Linear(5, 2), ["cpu", "cpu"]).extra_repr()
-        'devices=[cpu, cpu]'
+        >>> unisono.DataParallel(torch.nn.Linear(5, 2), ["cpu", "cpu"], sync_batch_norm=True).extra_repr()
+        "devices=[cpu, cpu], shares='chunk', sync_batch_norm=True"
         """
-        return f"devices=[{', '.join(map(str, self._options.devices))}]"
+        options = self._options
+        if not options.devices:
+            return "devices=[]: no accelerator, so the plain module runs"
+        devices = f"devices=[{', '.join(map(str, options.devices))}]"
+        if len(options.devices) == 1:
+            return devices
+        return f"{devices}, shares={options.shares!r}, sync_batch_norm={options.sync_batch_norm}"
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Do what `half`, `to` and their like do; replicas refer no longer to the memory that this replaces."""
@@ -519,7 +588,7 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
             >>> [timing.rows for timing in model.replica_timings]
             [16, 15]
 
-        Empty before the first step, with one device, and with overridden primitives.
+        Empty before the first step, where the plain module runs, and with overridden primitives.
         """
         return self._step_memory.timings
 
@@ -566,12 +635,12 @@ class _OfOneCall(DataParallel):
     _says_names_of_both = False
 
 
-def arguments_of(function: Callable[..., Any]) -> list[str]:
+def argument_names(function: Callable[..., Any]) -> list[str]:
     """Return the names of the arguments of a function or class, without those that it only refuses."""
     return [name for name, p in inspect.signature(function).parameters.items() if p.kind is not p.VAR_KEYWORD]
 
 
-ARGUMENTS = arguments_of(DataParallel)
+ARGUMENTS = argument_names(DataParallel)
 # What to say of arguments that a function does not have, and other libraries or `DataParallel` have.
 ELSEWHERE = dict.fromkeys(ARGUMENTS, "unisono.DataParallel has it") | OF_OTHER_LIBRARIES
 # Of modules that were run by `data_parallel`, which makes a wrapper for each call.
@@ -589,7 +658,7 @@ def inputs_of(inputs: Any) -> tuple[Any, ...]:
 def data_parallel(
     module: nn.Module,
     inputs: Any,
-    device_ids: Sequence[DeviceLike] | None = None,
+    device_ids: DeviceIds | None = None,
     output_device: DeviceLike | None = None,
     dim: int = 0,
     module_kwargs: dict[str, Any] | None = None,
@@ -616,7 +685,7 @@ def data_parallel(
     Raises:
         RuntimeError: a parameter that is not on the first device. Else as the four primitives.
     """
-    check_names(unknown, arguments_of(data_parallel), "data_parallel", ELSEWHERE)
+    check_names(unknown, argument_names(data_parallel), "data_parallel", ELSEWHERE)
     check_module(module, "module")
     check_dim(dim)
     inputs = inputs_of(inputs)

@@ -1,12 +1,12 @@
 """The options of a wrapper: what it was told once, each checked whenever it is assigned."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, TypeAlias, TypedDict
 
 import torch
 
 from unisono.primitives.checks import check_flag
-from unisono.primitives.dims import OutputRules, check_dim, check_dims, check_scalars
+from unisono.primitives.dims import OutputRules, Scalars, check_dim, check_dims, check_scalars
 from unisono.primitives.measured_shares import MeasuredShares
 from unisono.primitives.split_sizes import MEASURED, Shares, check_parts, check_shares, split_rows
 from unisono.runtime import devices as _devices
@@ -58,6 +58,22 @@ OF_OTHER_LIBRARIES = {
 }
 _MAX_TIMEOUT_S = 2_000_000  # a longer wait overflows in systems that count milliseconds in 32 bits
 
+LossRule: TypeAlias = Literal["mean", "sum"]
+
+
+class WrapperOptions(TypedDict, total=False):
+    """The types of `DataParallel`'s keyword options, for functions that pass them on."""
+
+    shares: Shares
+    parts: int
+    rescue: bool
+    timeout: float | None
+    scalars: Scalars
+    in_dims: Any
+    out_dims: Any
+    sync_batch_norm: bool | None
+    loss: LossRule
+
 
 def decided(name: str, value: object, wrap: str) -> AttributeError:
     """Return the error for an assignment to what more follows from than can be changed between steps.
@@ -98,7 +114,7 @@ class Options:
     parts: int
     rescue: bool
     timeout: float | None
-    scalars: Any
+    scalars: Scalars
     in_dims: Any
     out_dims: Any
     sync_batch_norm: bool | None  # None: not said, so each replica normalises its own rows, with a warning

@@ -565,7 +565,7 @@ def _note_split(error: BaseException, plan: StepPlan, arguments: Arguments) -> N
     if not may_follow or has_other_cause or _devices.is_out_of_memory(error) or issubclass(type(error), ReplicaTimeout):
         return
     if note := arguments.how_split(plan.sizes_of_runs):
-        add_note(error, note)
+        add_note(error, note, first=of_replica)  # what to write, before which replica raised it
 
 
 @critical

@@ -6,7 +6,7 @@ Protocols (names with double underscores) are never the module's: a wrapper has 
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar
+from typing import Any, ClassVar, TypeVar, cast
 
 from torch import nn
 
@@ -19,8 +19,7 @@ from unisono.profiling.profile import Profile
 from unisono.runtime.errors import add_note, log_once
 from unisono.runtime.tracebacks import leave_out_own_frames
 
-P = ParamSpec("P")
-T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
 
 _OF_BOTH = (
     "{module} has {names}, and so has DataParallel: model.{name} is DataParallel's. For the module's write "
@@ -158,11 +157,11 @@ def _has(module: nn.Module, name: str) -> bool:
     )
 
 
-def of_wrapper(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
+def of_wrapper(method: F) -> F:
     """Make errors of a method of a wrapper name the module's method of that name, without unisono's frames."""
 
     @wraps(method)
-    def called(self: Any, *args: P.args, **kwargs: P.kwargs) -> T:
+    def called(self: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             return method(self, *args, **kwargs)
         except BaseException as error:
@@ -171,7 +170,7 @@ def of_wrapper(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate
             leave_out_own_frames(error)
             raise
 
-    return called  # type: ignore[return-value]
+    return cast(F, called)
 
 
 def accept_clean_names(wrapper: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object) -> None:

@@ -88,7 +88,12 @@ def test_a_contender_that_fails_does_so_alone(imagined: type[Imagined], turn: in
     workload = measure.measure("name", TINY, THREE, rounds=3, seconds=0.5, task=task(out))
     assert [line.failure for line in workload.lines] == ["", "as asked", ""]
     assert [len(line.turns_s) for line in workload.lines] == [3, 0, 3]
-    assert "measuring, name, ddp on 2 replicas: as asked; less than a minute left" in out.getvalue()
+    failed_in = {
+        1: "  measuring, name, ddp on 2 replicas: as asked; less than a minute left",
+        3: "name, ddp on 2 replicas: as asked",
+    }
+    assert failed_in[turn] in out.getvalue().splitlines()
+    assert "name, plain: turn 3 of 3, 100.0 ms a step" in out.getvalue().splitlines()
 
 
 @pytest.mark.parametrize(

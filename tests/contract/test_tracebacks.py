@@ -22,7 +22,7 @@ from helpers.modules import Composed, Fn, WithBackward
 from helpers.programs import until
 
 _OURS = str(Path(unisono.__file__).parent)
-_MOST_LINES_MORE = 12  # the notes; in backward also the node of torch's graph that runs the replicas' backward
+_MOST_LINES_MORE = 10  # the notes; in backward also the node of torch's graph that runs the replicas' backward
 
 
 class Misfit(nn.Module):

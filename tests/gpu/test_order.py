@@ -121,7 +121,7 @@ def test_the_first_device_needs_no_more_memory() -> None:
     """N10, A7: with the loss in the module and scalars="mean", at most 1.15 times what the others need for a step."""
     blocks = nn.Sequential(*(nn.Sequential(nn.Linear(1024, 1024), nn.GELU()) for _ in range(32)))
 
-    def active_bytes(device: int, which: str) -> int:
+    def active_bytes(device: torch.device, which: str) -> int:
         """Return what tensors have, and what is kept for streams that may still be reading it."""
         return int(torch.accelerator.memory_stats(device)[f"active_bytes.all.{which}"])
 
@@ -129,13 +129,13 @@ def test_the_first_device_needs_no_more_memory() -> None:
     x = torch.randn(8192 * len(model.device_ids), 1024)
     for _ in range(2):
         model.zero_grad()
-        for device in model.device_ids:
+        for device in model.devices:
             torch.accelerator.synchronize(device)
             torch.accelerator.reset_peak_memory_stats(device)
-        before = [active_bytes(device, "current") for device in model.device_ids]
+        before = [active_bytes(device, "current") for device in model.devices]
         model(x).backward()
-        for device in model.device_ids:
+        for device in model.devices:
             torch.accelerator.synchronize(device)
-        peaks = [active_bytes(device, "peak") for device in model.device_ids]
+        peaks = [active_bytes(device, "peak") for device in model.devices]
     first, *others = (peak - then for peak, then in zip(peaks, before, strict=True))
     assert first <= 1.15 * max(others), (first, others)

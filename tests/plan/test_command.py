@@ -45,23 +45,33 @@ def run(*arguments: str) -> int:
 def test_a_step_that_is_described(capsys: pytest.CaptureFixture[str]):
     assert run(*STEP, "--between", "10us,10Gbit/s", "--devices-per-machine", "4") == 0
     out = capsys.readouterr().out
-    assert out.startswith("A step computes for 300 ms")  # which `| head -1` shows
+    assert out.startswith("How far will it scale? An upper bound\n\nA step computes for 300 ms")
+    assert "4 buckets: as given. 4 devices a machine" in out.partition("| devices")[0]
     assert "computes for 300 ms on one device, 200 ms of it backward, and has 100 MB of gradients, in 4 buckets" in out
     assert "between machines: 10 us, 1.25 GB/s" in out
     assert "Weak scaling: every device has as many rows (samples) as one device alone" in out
     assert "Efficiency stays above 90 % up to" in out
     saved = Path("runs/plan/plan.md").read_text()
-    assert "|1024|" in saved.replace(" ", "")
+    assert saved.startswith("# How far will it scale? An upper bound\n")
+    assert [line.split()[1] for line in saved.splitlines() if line.startswith("| ")][2:] == ["1", "2", "4", "8"]
+    assert "|       99 % |" in saved
     assert sorted(path.name for path in Path("runs/plan").iterdir()) == ["plan.md", "plan.png"]
     assert Path("runs/plan/plan.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_options_change_the_prediction(capsys: pytest.CaptureFixture[str]):
     outputs = []
-    for options in ([], ["--strong"], ["--all-reduce", "ring"], ["--bucket", "1MiB"], ["--inside", "nvlink2"]):
+    for options in (
+        [],
+        ["--strong"],
+        ["--all-reduce", "tree"],
+        ["--bucket", "1MiB"],
+        ["--inside", "nvlink2"],
+        ["--devices", "64"],
+    ):
         assert run(*STEP, *options, "--output", "deep/folder") == 0
         outputs.append(capsys.readouterr().out)
-    assert len(set(outputs)) == 5
+    assert len(set(outputs)) == 6
     assert "Strong scaling: the devices share one device's batch" in outputs[1]
 
 
@@ -69,9 +79,10 @@ def test_a_step_that_is_measured(capsys: pytest.CaptureFixture[str], monkeypatch
     monkeypatch.setattr(command, "accelerators", list)
     assert run("own:build") == 0
     out = capsys.readouterr().out
-    assert "measured with 8 rows on cpu" in out
-    assert "has 9.6e-05 MB of gradients, in one bucket. 1 device a machine; between machines" in out
-    assert "# How far will own:build scale?" in Path("runs/plan/plan.md").read_text()
+    assert "9.6e-05 MB of gradients, in one bucket: measured with 8 rows on cpu, in " in out
+    assert "steps, whose quartiles are" in out
+    assert " 1 device a machine; between machines" in out
+    assert "# How far will own:build scale? An upper bound" in Path("runs/plan/plan.md").read_text()
 
 
 def test_no_verdict_from_a_disturbed_measurement(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
@@ -80,6 +91,7 @@ def test_no_verdict_from_a_disturbed_measurement(capsys: pytest.CaptureFixture[s
     monkeypatch.setattr(measure, "other_programs", lambda *_: "other programs use 0.8 of 2 cores")
     assert run("own:build") == 0
     for shown in (capsys.readouterr().out, Path("runs/plan/plan.md").read_text()):
+        assert "ms; other programs use 0.8 of 2 cores. 1 device" in shown.partition("| devices")[0]
         assert "**No verdict**: other programs use 0.8 of 2 cores, so do not rely on these figures." in shown
         assert "Efficiency stays above" not in shown
         assert "Efficiency is" not in shown
@@ -122,6 +134,8 @@ def test_the_help_is_plain_ascii(capsys: pytest.CaptureFixture[str]):
             [*STEP, "--between", "ethernet"],
             "expected a latency and a bandwidth, such as 10us,25Gbit/s, or one of",
         ),
+        ([*STEP, "--between", "25gbe"], "--between is not used: all 8 devices are in one machine; add --devices 64"),
+        ([*STEP, "--devices", "2048"], "--devices: expected a whole number from 2 to 1024; got '2048'"),
         ([*STEP, "--devices-per-machine", "0"], "--devices-per-machine: expected a whole number from 1 up; got '0'"),
         ([*STEP, "--all-reduce", "butterfly"], "invalid choice: 'butterfly'"),
         ([*STEP, "--output", "own.py"], "--output own.py: "),

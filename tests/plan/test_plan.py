@@ -14,7 +14,7 @@ from helpers.benchmarks import benchmark
 from unisono.plan.allreduce import ALGORITHMS, halving_doubling, ring, tree, two_level
 from unisono.plan.links import BYTES, LINKS, SECONDS, Cluster, Link, parse_link, parse_quantity
 from unisono.plan.plans import ScalingPlan
-from unisono.plan.prediction import BEST, COUNTS, StepCost, exposed_s, predict
+from unisono.plan.prediction import BEST, StepCost, counts_up_to, exposed_s, predict
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -86,7 +86,7 @@ def test_overlap_is_what_a_simulation_of_the_channel_gives():
 @algorithms
 @pytest.mark.parametrize("strong", [False, True])
 def test_a_prediction_is_what_a_simulation_gives(algorithm, strong):
-    for num_devices in COUNTS:
+    for num_devices in counts_up_to(1024):
         one = predict(STEP, CLUSTER, num_devices, algorithm, strong=strong)
         share = num_devices if strong else 1
         reduce_s = [ALGORITHMS[one.algorithm](CLUSTER, num_devices, 25e6)] * 4
@@ -114,16 +114,19 @@ SLOW = Cluster(INSIDE, Link(10e-6, 0.5e9), 8)
 @pytest.mark.parametrize(
     ("plan", "says"),
     [
-        (ScalingPlan(STEP, SLOW), "above 90 % up to 8 devices; beyond that, the bandwidth between machines limits it"),
         (
-            ScalingPlan(replace(STEP, gradient_bytes=1e6), Cluster(INSIDE, Link(0.01, 100e9), 8), "ring"),
+            ScalingPlan(STEP, SLOW, most=1024),
+            "above 90 % up to 8 devices; beyond that, the bandwidth between machines limits it",
+        ),
+        (
+            ScalingPlan(replace(STEP, gradient_bytes=1e6), Cluster(INSIDE, Link(0.01, 100e9), 8), "ring", most=1024),
             "the latency between machines limits it",
         ),
         (
             ScalingPlan(STEP, Cluster(Link(5e-6, 0.2e9), BETWEEN, 2048)),
             "on 2 devices; the bandwidth inside a machine limits it",
         ),
-        (ScalingPlan(STEP, CLUSTER), "above 90 % up to 1,024 devices, the largest"),
+        (ScalingPlan(STEP, CLUSTER), "above 90 % up to 8 devices, the largest"),
     ],
 )
 def test_the_conclusion_names_the_limit(plan, says):
@@ -131,11 +134,11 @@ def test_the_conclusion_names_the_limit(plan, says):
 
 
 def test_the_conclusion_is_right_about_the_improvement_and_where_strong_scaling_turns():
-    better = ScalingPlan(STEP, replace(SLOW, between=Link(10e-6, 1e9))).good_up_to()
+    better = ScalingPlan(STEP, replace(SLOW, between=Link(10e-6, 1e9)), most=1024).good_up_to()
     said = f"If that were twice as good, efficiency would stay above 90 % up to {better:,} devices"
-    assert said in ScalingPlan(STEP, SLOW).conclusion()
+    assert said in ScalingPlan(STEP, SLOW, most=1024).conclusion()
 
-    plan = ScalingPlan(STEP, CLUSTER, strong=True)
+    plan = ScalingPlan(STEP, CLUSTER, strong=True, most=1024)
     speeds = {one.num_devices: one.num_devices * one.efficiency for one in plan.predictions}
     fastest = max(speeds, key=speeds.__getitem__)
     assert 1 < fastest < 1024
@@ -145,7 +148,7 @@ def test_the_conclusion_is_right_about_the_improvement_and_where_strong_scaling_
 def test_links_that_limit_together_are_named_together():
     """In a ring the narrowest link sets the pace: to better one of two equal ones gains nothing."""
     equal = Link(0.0, 0.3e9)
-    plan = ScalingPlan(replace(STEP, bucket_bytes=1e9), Cluster(equal, equal, 2), "ring")
+    plan = ScalingPlan(replace(STEP, bucket_bytes=1e9), Cluster(equal, equal, 2), "ring", most=1024)
     what, better = plan._limit(1024)
     assert better is None
     assert what.startswith("no single figure")

@@ -65,7 +65,8 @@ def measure(
 ) -> Workload:
     """Return how fast contenders take training steps on a target, in turns of about so many seconds.
 
-    Each has a line, in their order; that of one that fails has the reason. `task` shows the seconds of `expected_s`.
+    Each has a line, in their order; that of one that fails has the reason. `task` shows the seconds of `expected_s`,
+    and says the figure of each turn that is done: so a run that is killed leaves them.
     The workload is added to `workloads` at once: after Ctrl-C it has the turns so far.
     """
     workload = Workload(name, [Line(contender.name, contender.replicas) for contender in contenders])
@@ -81,8 +82,10 @@ def measure(
             runner.attempt(runner.warm_up, seconds)
             task.advance(f"{name}, {runner.contender}: {runner.line.failure or 'warmed up'}", seconds)
         for runner in in_turn(runners, rounds):
-            runner.attempt(runner.take_turn, seconds)
-            task.advance(f"{name}, {runner.contender}: {runner.last_result()}", seconds)
+            if not runner.line.failure:
+                runner.attempt(runner.take_turn, seconds)
+                task.say(f"{name}, {runner.contender}: {runner.last_result(rounds)}")
+            task.advance(name, seconds)
     for line in workload.lines:
         if line.failure:
             line.turns_s = []
@@ -163,8 +166,9 @@ class _Runner:
             taken = self._processes.take(1 + max(1, round(seconds / self._step_s)))
         self.line.turns_s.append(_step_s(taken))
 
-    def last_result(self) -> str:
-        return self.line.failure or f"{1000 * self.line.turns_s[-1]:.1f} ms a step"
+    def last_result(self, rounds: int) -> str:
+        turns_s = self.line.turns_s
+        return self.line.failure or f"turn {len(turns_s)} of {rounds}, {1000 * turns_s[-1]:.1f} ms a step"
 
     def _cpu_seconds(self) -> float:
         return self._processes.cpu_seconds() + time.process_time()

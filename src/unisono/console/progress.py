@@ -128,6 +128,10 @@ class Task:
         self._done_s, self._began = 0.0, time.monotonic()
         progress.begin(name, round(expected_s))
 
+    def say(self, line: str) -> None:
+        """Show a line that stays."""
+        self._progress.say(line)
+
     def advance(self, text: str, expected_s: float) -> None:
         """Show that one more part has ended, a text about it, and how much time is left."""
         self._done_s += expected_s

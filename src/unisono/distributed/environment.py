@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any
 
@@ -70,7 +70,7 @@ def local_rank() -> int | None:
     return _counted_local_rank if number is None else number
 
 
-def devices_of_process(device_ids: Sequence[_devices.DeviceLike] | None) -> list[torch.device]:
+def devices_of_process(device_ids: _devices.DeviceIds | None) -> list[torch.device]:
     """Return the devices of a process that a launcher has started: `device_ids`, or `local_device()`.
 
     The first becomes the current one.

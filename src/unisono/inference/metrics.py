@@ -2,12 +2,13 @@
 
 import contextlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal, TypeAlias, get_args
 
 from unisono.inference.batches import Inputs, inputs_of
 from unisono.primitives.batch_types import batch_type_of
 
-_REDUCTIONS = ("mean", "sum")
+Reduction: TypeAlias = Literal["mean", "sum"]
+_REDUCTIONS = get_args(Reduction)
 
 
 def inputs_and_target(batch: Any) -> tuple[Inputs, Any]:

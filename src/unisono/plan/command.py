@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from unisono import keep_freed_memory
+from unisono.bench.results import upper_quartile
 from unisono.bench.tasks import Task
 from unisono.console import options
 from unisono.console.errors import DONE, OptionError
@@ -18,25 +19,26 @@ from unisono.console.targets import TargetError, current_folder_first, one_line
 from unisono.plan.allreduce import ALGORITHMS
 from unisono.plan.links import BYTES, LINKS, SECONDS, Cluster, parse_link, parse_quantity
 from unisono.plan.plans import ScalingPlan, document
-from unisono.plan.prediction import BEST, MOST_BUCKETS, StepCost
+from unisono.plan.prediction import BEST, MOST_BUCKETS, MOST_DEVICES, StepCost
 from unisono.primitives.measured_shares import lower_quartile
 from unisono.runtime.devices import accelerators, is_cpu
 
 _BACKWARD_FRACTION = 2 / 3
 _DEFAULTS = {"bucket": "25MiB", "inside": "pcie3", "between": "25gbe"}
+_DEVICES = 8
 _DEVICES_PER_MACHINE = 8
 _SECONDS = 5.0  # of measuring a step
 
 _time = functools.partial(parse_quantity, units=SECONDS)
 _size = functools.partial(parse_quantity, units=BYTES)
 
-SUMMARY = "predict how far a training step will scale, up to 1,024 devices"
+SUMMARY = "predict how far a training step will scale: an upper bound"
 
 DESCRIPTION = """\
-How far will it scale? Predict the time of a step and the efficiency on 1, 2, 4, ... 1,024 devices from one training
-step and the links between devices: ring, tree and two-level all-reduce by the alpha-beta model, overlapped with
-backward bucket by bucket. Each device has the same number of rows (samples), so the whole batch grows (weak scaling);
---strong divides one batch.
+How far will it scale? Predict an upper bound of the efficiency on 2, 4 and 8 devices, or more, from one training step
+and the links between devices: ring, tree and two-level all-reduce by the alpha-beta model, overlapped with backward
+bucket by bucket. Each device has the same number of rows (samples), so the whole batch grows (weak scaling); --strong
+divides one batch.
 
 The step is measured here on one device for your model (package.module:build, as for `unisono bench`; its batch is
 for one device), or given by --compute and --gradients.
@@ -45,8 +47,8 @@ for one device), or given by --compute and --gradients.
 EXAMPLES = """\
 examples:
   unisono plan train:build                       your model, measured here
-  unisono plan train:build --between 100gbit     with another network
-  unisono plan --compute 292ms --gradients 102MB --inside pcie3 --between 25gbe
+  unisono plan train:build --devices 64 --between 100gbit
+  unisono plan --compute 292ms --gradients 102MB --inside nvlink2
   unisono plan --compute 292ms --gradients 102MB --between 50us,10Gbit/s --devices-per-machine 4
 
 quantities have a unit: 180ms or 10us; 102MB or 25MiB; 16GB/s or 25Gbit/s (a byte has 8 bits)
@@ -75,6 +77,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     add("--gradients", type=_size, metavar="SIZE", help="size of the gradients of all parameters together")
     add = parser.add_argument_group("where").add_argument
+    add(
+        "--devices",
+        type=number(int, 2, MOST_DEVICES),
+        metavar="N",
+        help=f"the largest number of devices (default: {_DEVICES}; {MOST_DEVICES} at most)",
+    )
     add("--inside", type=parse_link, metavar="LINK", help=f"link between devices of one machine {inside}")
     add(
         "--between",
@@ -99,13 +107,13 @@ def needed(given: dict[str, Any]) -> tuple[str, ...]:
 def run(given: dict[str, Any]) -> int:
     """Predict, print and save; return the exit status."""
     output: Path = given.get("output", Path("runs/plan"))
-    num_machine = given.get("devices_per_machine", _DEVICES_PER_MACHINE)
+    most, num_machine = given.get("devices", _DEVICES), given.get("devices_per_machine", _DEVICES_PER_MACHINE)
     expect_writable(output)
     bucket_bytes = given.get("bucket", _size(_DEFAULTS["bucket"]))
     inside, between = (given.get(name, parse_link(_DEFAULTS[name])) for name in ("inside", "between"))
 
-    target, disturbance = given.get("target"), ""
-    title = f"How far will {target or 'it'} scale?"
+    target, disturbance, origin = given.get("target"), "", "as given"
+    title = f"How far will {target or 'it'} scale? An upper bound"
     if target is None:
         step = _described_step(given, bucket_bytes)
     else:
@@ -113,8 +121,7 @@ def run(given: dict[str, Any]) -> int:
             if name in given:
                 raise OptionError(f"give either {target}, which is measured, or --{name}: leave one out")
         print(f"measuring {target} on one device, for some seconds", flush=True)
-        step, device, rows, disturbance = _measured_step(target, bucket_bytes)
-        print(f"measured with {rows} rows on {device}\n", flush=True)
+        step, device, origin, disturbance = _measured_step(target, bucket_bytes)
         if is_cpu(device) and "devices_per_machine" not in given:
             num_machine = 1
     num_buckets = step.gradient_bytes / bucket_bytes
@@ -123,8 +130,15 @@ def run(given: dict[str, Any]) -> int:
             f"--bucket {bucket_bytes:g}B makes {num_buckets:,.0f} buckets of {step.gradient_bytes / 1e6:g} MB: "
             f"expected {MOST_BUCKETS:,} at most"
         )
+    if "between" in given and num_machine >= most:
+        raise OptionError(
+            f"--between is not used: all {most} devices are in one machine; add --devices "
+            f"{min(8 * num_machine, MOST_DEVICES)}"
+        )
     cluster = Cluster(inside, between, num_machine)
-    plan = ScalingPlan(step, cluster, given.get("all_reduce", BEST), given.get("strong", False), disturbance)
+    plan = ScalingPlan(
+        step, cluster, given.get("all_reduce", BEST), given.get("strong", False), most, origin, disturbance
+    )
 
     files = {}
     where_it_is = options.why_no_picture()
@@ -135,7 +149,7 @@ def run(given: dict[str, Any]) -> int:
         where_it_is = f"see {output / 'plan.png'}"
     files["plan.md"] = document(plan, title, picture="plan.png" in files).encode("utf-8")
     write(output, files)
-    print(f"{plan.assumptions()}\n\n{plan.to_table()}\n\n{plan.conclusion()}\n")
+    print(f"{title}\n\n{plan.assumptions()}\n\n{plan.to_table()}\n\n{plan.conclusion()}\n")
     print(f"{where_it_is}; the table is in {output / 'plan.md'}")
     return DONE
 
@@ -150,9 +164,9 @@ def _described_step(given: dict[str, Any], bucket_bytes: float) -> StepCost:
     return StepCost(compute_s, _BACKWARD_FRACTION * compute_s, given["gradients"], bucket_bytes)
 
 
-def _measured_step(target: str, bucket_bytes: float) -> tuple[StepCost, torch.device, int, str]:
-    """Take training steps for some seconds; return the cost of one, the device, the rows of the batch, and what
-    disturbed the measurement.
+def _measured_step(target: str, bucket_bytes: float) -> tuple[StepCost, torch.device, str, str]:
+    """Take training steps for some seconds; return the cost of one, the device, how good the measurement is, and what
+    disturbed it.
 
     The device is the first accelerator, or the CPU with all cores; times are lower quartiles.
     """
@@ -174,4 +188,9 @@ def _measured_step(target: str, bucket_bytes: float) -> tuple[StepCost, torch.de
     if not gradient_bytes:
         raise TargetError(f"{target}: backward gave no parameter a gradient, so there is nothing to reduce")
     whole_s, backward_s = (lower_quartile([getattr(s, part) for s in steps]) for part in ("whole_s", "backward_s"))
-    return StepCost(whole_s, backward_s, float(gradient_bytes), bucket_bytes), device, task.rows, disturbance
+    slower_s = upper_quartile([step.whole_s for step in steps])
+    origin = (
+        f"measured with {task.rows} rows on {device}, in {len(steps)} steps, whose quartiles are {1000 * whole_s:.3g} "
+        f"and {1000 * slower_s:.3g} ms"
+    )
+    return StepCost(whole_s, backward_s, float(gradient_bytes), bucket_bytes), device, origin, disturbance

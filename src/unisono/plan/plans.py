@@ -1,4 +1,4 @@
-"""A plan: the prediction of one step on 1 to 1,024 devices, as a table and in words."""
+"""A plan: the prediction of one step on several numbers of devices, as a table and in words."""
 
 import math
 from dataclasses import dataclass, replace
@@ -8,7 +8,7 @@ from unisono.bench.machine import no_verdict
 from unisono.console.tables import table
 from unisono.plan.allreduce import ALGORITHMS
 from unisono.plan.links import Cluster, Link
-from unisono.plan.prediction import BEST, COUNTS, Prediction, StepCost, predict
+from unisono.plan.prediction import BEST, Prediction, StepCost, counts_up_to, predict
 
 GOOD = 0.9
 
@@ -27,16 +27,23 @@ class ScalingPlan:
     cluster: Cluster
     algorithm: str = BEST  # one of `ALGORITHMS`, or the best of them for each number of devices
     strong: bool = False  # whether the devices share the batch of one
+    most: int = 8  # the largest number of devices
+    origin: str = "as given"  # in words, where the step's figures are from
     disturbance: str = ""  # in words, the other programs that kept cores busy while the step was measured
+
+    @property
+    def counts(self) -> list[int]:
+        """The numbers of devices."""
+        return counts_up_to(self.most)
 
     @cached_property
     def predictions(self) -> list[Prediction]:
-        """The prediction for each of `COUNTS`."""
+        """The prediction for each of `counts`."""
         return self.with_algorithm(self.algorithm)
 
     def with_algorithm(self, algorithm: str) -> list[Prediction]:
         """Return the predictions with another all-reduce."""
-        return [predict(self.step, self.cluster, count, algorithm, strong=self.strong) for count in COUNTS]
+        return [predict(self.step, self.cluster, count, algorithm, strong=self.strong) for count in self.counts]
 
     def good_up_to(self) -> int:
         """Return the last count before efficiency first falls below 90 %."""
@@ -48,15 +55,17 @@ class ScalingPlan:
         return good_for
 
     def assumptions(self) -> str:
-        """Return the assumptions of the prediction in one paragraph."""
+        """Return the assumptions of the prediction, and how good its measurement is, in one paragraph."""
         step, cluster = self.step, self.cluster
         num_machine = cluster.devices_per_machine
         inside = f" (inside: {cluster.inside})" if num_machine > 1 else ""
+        between = f"; between machines: {cluster.between}" if cluster.num_machines(self.most) > 1 else ""
+        disturbed = f"; {self.disturbance}" if self.disturbance else ""
         buckets = "one bucket" if len(step.buckets()) == 1 else f"{len(step.buckets())} buckets"
         return (
             f"A step computes for {1000 * step.compute_s:.4g} ms on one device, {1000 * step.backward_s:.4g} ms of it "
-            f"backward, and has {step.gradient_bytes / 1e6:.4g} MB of gradients, in {buckets}. {num_machine} "
-            f"device{'s' * (num_machine > 1)} a machine{inside}; between machines: {cluster.between}. "
+            f"backward, and has {step.gradient_bytes / 1e6:.4g} MB of gradients, in {buckets}: {self.origin}"
+            f"{disturbed}. {num_machine} device{'s' * (num_machine > 1)} a machine{inside}{between}. "
             f"{_STRONG if self.strong else _WEAK}"
         )
 
@@ -69,8 +78,8 @@ class ScalingPlan:
         for place, one in enumerate(self.predictions):
             row = [str(one.num_devices), str(self.cluster.num_machines(one.num_devices))]
             row += ["" if one.num_devices == 1 else one.algorithm]
-            row += [f"{1000 * seconds:.2f}" for seconds in (one.communication_s, one.exposed_s, one.step_s)]
-            row += [percent(one.efficiency), f"{one.num_devices * one.efficiency:.1f}"]
+            row += [two_digits(1000 * seconds) for seconds in (one.communication_s, one.exposed_s, one.step_s)]
+            row += [percent(one.efficiency), two_digits(one.num_devices * one.efficiency)]
             row += [percent(other[place].efficiency) for other in others]
             rows.append([*row, percent(one.efficiency_without_overlap)])
         return table(header, rows, text_columns=0)
@@ -83,10 +92,10 @@ class ScalingPlan:
         if self.disturbance:
             return no_verdict(self.disturbance)
         good_for = self.good_up_to()
-        if good_for == COUNTS[-1]:
+        if good_for == self.most:
             said = f"Efficiency stays above 90 % up to {good_for:,} devices, the largest number in the table."
             return f"{said} {_UPPER_BOUND}"
-        first_bad = self.predictions[COUNTS.index(good_for) + 1]
+        first_bad = self.predictions[self.counts.index(good_for) + 1]
         said = f"Efficiency stays above 90 % up to {good_for:,} devices; beyond that,"
         if good_for == 1:
             said = f"Efficiency is only {percent(first_bad.efficiency)} on 2 devices;"
@@ -96,7 +105,7 @@ class ScalingPlan:
         if helped == good_for:
             remedy = " Twice as good would not be enough." if better is not None else ""
         fastest = max(self.predictions, key=lambda one: one.num_devices * one.efficiency).num_devices
-        peak = "" if fastest == COUNTS[-1] else f" More than {fastest:,} devices are slower than {fastest:,}."
+        peak = "" if fastest == self.most else f" More than {fastest:,} devices are slower than {fastest:,}."
         return f"{said} {what} limits it.{remedy}{peak} {_UPPER_BOUND}"
 
     def _limit(self, num_devices: int) -> tuple[str, "ScalingPlan | None"]:
@@ -131,8 +140,18 @@ def _with_improved(cluster: Cluster, place: str, figure: str, factor: float) -> 
 
 
 def percent(fraction: float) -> str:
-    """Return a fraction in per cent."""
-    return f"{100 * fraction:.1f} %"
+    """Return a fraction in per cent: a model is not worth more than two digits.
+
+    >>> percent(0.9803), two_digits(1003.8), two_digits(7.84)
+    ('98 %', '1,000', '7.8')
+    """
+    return f"{100 * fraction:.0f} %"
+
+
+def two_digits(value: float) -> str:
+    """Return a figure with two digits, hundredths at most."""
+    rounded = round(float(f"{value:.2g}"), 2)
+    return f"{rounded:,.0f}" if rounded >= 10 else f"{rounded:g}"
 
 
 def document(plan: ScalingPlan, title: str, *, picture: bool) -> str:

@@ -18,7 +18,7 @@ from itertools import accumulate
 from unisono.plan.allreduce import ALGORITHMS, AllReduce
 from unisono.plan.links import Cluster
 
-COUNTS = tuple(2**power for power in range(11))
+MOST_DEVICES = 1024
 MOST_BUCKETS = 10_000
 BEST = "best"
 
@@ -70,6 +70,15 @@ class Prediction:
     def efficiency_without_overlap(self) -> float:
         """The same, if reducing began only after backward."""
         return self.compute_s / (self.compute_s + self.communication_s)
+
+
+def counts_up_to(most: int) -> list[int]:
+    """Return the numbers of devices that are predicted: 1, 2, 4 and so on, and last the largest.
+
+    >>> counts_up_to(8), counts_up_to(6)
+    ([1, 2, 4, 8], [1, 2, 4, 6])
+    """
+    return [2**power for power in range((most - 1).bit_length())] + [most]
 
 
 def exposed_s(ready_s: Sequence[float], reduce_s: Sequence[float], backward_s: float) -> float:

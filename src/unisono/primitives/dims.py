@@ -9,7 +9,7 @@ import contextlib
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, TypeAlias, get_args
 
 from torch import nn
 
@@ -17,7 +17,9 @@ from unisono.primitives import pytree
 from unisono.runtime.errors import shown, warn
 from unisono.runtime.model_warnings import ModelWarnings
 
-_SCALAR_RULES = ("stack", "mean", "sum")
+ScalarRule: TypeAlias = Literal["stack", "mean", "sum"]
+# In a form like the output also "mean:name", which `check_scalars` looks at: a type cannot say it.
+Scalars: TypeAlias = ScalarRule | tuple[object, ...] | list[Any] | Mapping[Any, object]
 _DIM_1 = (
     "{name}(batch_first=False) has its batch on dimension 1 in input, output and hidden state; DataParallel "
     "splits and joins dimension 0. Write DataParallel(module, ..., dim=1)."
@@ -153,7 +155,7 @@ def check_scalars(scalars: object, argument: str = "scalars") -> Any:
         if not isinstance(entry, str):
             raise TypeError(f"{path}={shown(entry)}: {expected}")
         rule, colon, name = entry.partition(":")
-        if rule not in _SCALAR_RULES or (colon and (rule != "mean" or not name)):
+        if rule not in get_args(ScalarRule) or (colon and (rule != "mean" or not name)):
             raise ValueError(f"{path}={entry!r}: {expected}")
     return scalars
 

@@ -36,18 +36,18 @@ _WHOLE = (
 )
 _ITERATOR = "{path} is an iterator, of which each replica would take some of the items. Give a list of them: [*{path}]."
 _SPLIT = (
-    "the inputs were split by rows, {sizes}: {each}. If an input has no batch dimension (class weights, a "
-    "table, weights of layers), give every replica all of it, such as in_dims={in_dims}"
+    "if an input has no batch dimension (class weights, a table, weights of layers), give every replica all of it, "
+    "such as in_dims={in_dims}: the inputs were split by rows, {sizes}: {each}"
 )
 _SPLIT_ONLY = (
-    "the inputs were split by rows, {sizes}: {each}. If its rows (samples) are on another dimension: in_dims={in_dims}"
+    "if its rows (samples) are on another dimension, write in_dims={in_dims}: the inputs were split by rows, {sizes}: "
+    "{each}"
 )
 _ARRAYS = (
-    "no input has rows, because {each}: only tensors are split, so one replica got everything. Give a tensor: "
-    "torch.from_numpy({path})"
+    "{each}, and only tensors are split: use torch.from_numpy({path}). No input has rows, so one replica got everything"
 )
 _SPLIT_ENTRIES = (
-    "the inputs were split by rows, {sizes}: {each}. If a list has one entry for each row, make it a unisono.SampleList"
+    "if a list has one entry for each row, make it a unisono.SampleList: the inputs were split by rows, {sizes}: {each}"
 )
 
 Flags: TypeAlias = tuple[tuple[Any, ...], tuple[str, ...]]  # of all leaves; and the names of the keyword inputs
@@ -306,10 +306,11 @@ class Arguments:
         leaf, axis = self.leaves[inside.start], self.axes[inside.start]
         return axis is not None and (_num_entries(leaf, axis) == rows or _holds_rows(leaf, axis, rows))
 
-    def described(self, numbers: Sequence[int]) -> str:
+    def described(self, numbers: Sequence[int], most: int = _NAMED) -> str:
         """Return the paths of tensors, with their shapes and the axes along which they are split."""
         paths = self.paths()
-        return _named([f"{paths[i]} of shape {tuple(self.leaves[i].shape)} along dim {self.axes[i]}" for i in numbers])
+        each = [f"{paths[i]} of shape {tuple(self.leaves[i].shape)} along dim {self.axes[i]}" for i in numbers]
+        return _named(each, most)
 
     def how_split(self, sizes: Sequence[int]) -> str | None:
         """Return how the inputs were split, in words, and what to write if that is not meant.
@@ -328,7 +329,7 @@ class Arguments:
         each = self.described(split)
         rows = f"{self.rows} = {' + '.join(map(str, sizes))}"
         if are_entries:
-            return _SPLIT_ENTRIES.format(sizes=rows, each=each)
+            return _SPLIT_ENTRIES.format(sizes=rows, each=self.described(split, most=2))
         if len(split) == 1:
             return _SPLIT_ONLY.format(sizes=rows, each=each, in_dims=self._in_dims_elsewhere(split[0]))
         in_dims = self.in_dims_with_whole(self.may_have_no_rows()[0])
@@ -458,9 +459,9 @@ def _num_entries(leaf: Any, axis: int) -> int | None:
         return None
 
 
-def _named(each: Sequence[str]) -> str:
+def _named(each: Sequence[str], most: int = _NAMED) -> str:
     """Return a list for a message, cut if it is long."""
-    return ", ".join(each[:_NAMED]) + (f", and {len(each) - _NAMED} more" if len(each) > _NAMED else "")
+    return ", ".join(each[:most]) + (f", and {len(each) - most} more" if len(each) > most else "")
 
 
 def _detached(tensor: torch.Tensor) -> torch.Tensor:

@@ -44,8 +44,9 @@ Maker: TypeAlias = Callable[[Sequence[Any], torch.device], Any]  # a leaf's gath
 
 _STACKED = (
     "Each replica returned a scalar (a loss?), so you get a vector with one entry for each replica. For the "
-    'exact mean over the batch write DataParallel(..., scalars="mean"), for a sum scalars="sum". The '
-    "vector's own mean is wrong if replicas have different numbers of rows (samples)."
+    'exact mean over the batch write DataParallel(..., scalars="mean"), for a sum scalars="sum". Of the vector, '
+    'backward() raises "grad can be implicitly created only for scalar outputs", and mean() is wrong if replicas have '
+    "different numbers of rows (samples)."
 )
 _DIFFERENT_SIZES = (
     "cannot gather {path} along dimension {axis}: {each}. Only {may_differ} may differ. Is the batch on "
@@ -180,7 +181,9 @@ class Outputs:
             if rule != "stack":
                 return Group(given, WeightedSum(self._weights(path, rule, len(given))), path)
             if self._warnings is not None:
-                self._warnings.give(_STACKED)
+                self._warnings.give(
+                    _STACKED, f"scalars, gradient {first.requires_grad}"
+                )  # also above a failing backward
             return Group(given, Stack(), path)
         if not -first.ndim <= axis < first.ndim:
             raise ValueError(

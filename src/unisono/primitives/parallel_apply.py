@@ -8,7 +8,7 @@ import torch
 from unisono.primitives import pytree
 from unisono.primitives.checks import check_kwargs
 from unisono.runtime import devices as _devices
-from unisono.runtime.devices import DeviceLike
+from unisono.runtime.devices import DeviceIds
 from unisono.runtime.errors import annotate, shown
 from unisono.runtime.interrupts import critical, interruptibly
 from unisono.runtime.rng import own_streams
@@ -23,7 +23,7 @@ def parallel_apply(
     modules: Sequence[Callable[..., Any]],
     inputs: Sequence[Any],
     kwargs_tup: Sequence[dict[str, Any] | None] | None = None,
-    devices: Sequence[DeviceLike] | None = None,
+    devices: DeviceIds | None = None,
 ) -> list[Any]:
     """Call `modules[i](*inputs[i], **kwargs_tup[i])` for every i, all at once; return the outputs in order.
 

@@ -9,7 +9,7 @@ from torch import nn
 from unisono.primitives.blueprint import Blueprint, check_initialized, collector_paused, warn_of_observers
 from unisono.primitives.checks import check_module
 from unisono.runtime import devices as _devices
-from unisono.runtime.devices import DeviceLike
+from unisono.runtime.devices import DeviceIds
 from unisono.runtime.model_warnings import of_process
 from unisono.runtime.torch_private import process_groups
 
@@ -21,7 +21,7 @@ _NOT_WHOLE = (
 )
 
 
-def replicate(network: M, devices: Sequence[DeviceLike], detach: bool = False) -> list[M]:
+def replicate(network: M, devices: DeviceIds, detach: bool = False) -> list[M]:
     """Return one copy of `network` for each device; the copies' parameters are linked to its own for autograd.
 
         >>> model = torch.nn.Linear(5, 2)

@@ -7,7 +7,7 @@ list of strings. So pictures of several sizes are split along their channels, an
 import copy
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, islice
-from typing import Any, TypeVar
+from typing import Any, Self, SupportsIndex, TypeVar, overload
 
 import torch
 
@@ -15,6 +15,7 @@ from unisono.primitives.batch_types import register_batch_type
 from unisono.primitives.pytree import Spec, step
 
 T = TypeVar("T")
+U = TypeVar("U")
 
 
 class SampleList(list[T]):
@@ -31,14 +32,22 @@ class SampleList(list[T]):
     Slices and copies of it, and what is added to it, are SampleLists.
     """
 
+    @overload
+    def __getitem__(self, index: SupportsIndex) -> T: ...
+    @overload
+    def __getitem__(self, index: slice) -> Self: ...
     def __getitem__(self, index: Any) -> Any:
         found = super().__getitem__(index)
         return with_entries(self, found) if isinstance(index, slice) else found
 
+    @overload
+    def __add__(self, other: list[T]) -> Self: ...
+    @overload
+    def __add__(self, other: list[U]) -> "SampleList[T | U]": ...
     def __add__(self, other: Any) -> Any:
         return with_entries(self, super().__add__(other))
 
-    def copy(self) -> Any:
+    def copy(self) -> Self:
         """Return a SampleList with the same entries."""
         return copy.copy(self)
 

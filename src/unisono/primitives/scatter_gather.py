@@ -5,7 +5,7 @@ differentiable. `DataParallel` splits and joins by the same code, in inputs.py a
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from unisono.primitives.checks import check_kwargs
 from unisono.primitives.dims import OutputRules, check_dim
@@ -13,11 +13,13 @@ from unisono.primitives.inputs import Arguments, scattered
 from unisono.primitives.outputs import gathered
 from unisono.primitives.split_sizes import split_rows
 from unisono.runtime import devices as _devices
-from unisono.runtime.devices import DeviceLike
+from unisono.runtime.devices import DeviceIds, DeviceLike
 from unisono.runtime.model_warnings import of_process
 
+T = TypeVar("T")
 
-def scatter(inputs: Any, target_gpus: Sequence[DeviceLike], dim: int = 0) -> list[Any]:
+
+def scatter(inputs: T, target_gpus: DeviceIds, dim: int = 0) -> list[T]:
     """Split the tensors in `inputs` along `dim` by torch's rule, ceil(rows / n) rows each; one result a device.
 
     Containers keep their types; objects that are not tensors are the same in every result. With fewer rows than
@@ -42,7 +44,7 @@ def scatter(inputs: Any, target_gpus: Sequence[DeviceLike], dim: int = 0) -> lis
 
 
 def scatter_kwargs(
-    inputs: Any, kwargs: dict[str, Any] | None, target_gpus: Sequence[DeviceLike], dim: int = 0
+    inputs: Any, kwargs: dict[str, Any] | None, target_gpus: DeviceIds, dim: int = 0
 ) -> tuple[tuple[Any, ...], tuple[dict[str, Any], ...]]:
     """Scatter the positional and keyword inputs of one call; both results have one entry a shard.
 
@@ -58,7 +60,7 @@ def scatter_kwargs(
 
 
 def _scatter_call(
-    inputs: tuple[Any, ...], kwargs: dict[str, Any], target_gpus: Sequence[DeviceLike], dim: int
+    inputs: tuple[Any, ...], kwargs: dict[str, Any], target_gpus: DeviceIds, dim: int
 ) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
     check_dim(dim)
     devices = _devices.resolve_each(target_gpus, "target_gpus")

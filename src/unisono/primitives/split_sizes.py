@@ -10,15 +10,17 @@ weights by measuring (measured_shares.py):
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Literal, TypeAlias, cast, get_args
 
 import torch
 
 from unisono.runtime.errors import log_once, shown
 
-Shares = str | Sequence[float]
+ShareRule: TypeAlias = Literal["chunk", "even", "measured"]
+Shares: TypeAlias = ShareRule | Sequence[float]
 MEASURED = "measured"
 _MOST_SHOWN = 16  # replicas whose rows a message has
-RULES = ("chunk", "even", MEASURED)
+RULES = get_args(ShareRule)
 _EXPECTED = 'expected "chunk", "even", "measured" or'
 
 
@@ -35,7 +37,7 @@ def check_shares(shares: object, num_replicas: int | None) -> Shares:
     if isinstance(shares, str):
         if shares not in RULES:
             raise ValueError(f"shares={shares!r}: {_EXPECTED} one weight for each device")
-        return shares
+        return cast(ShareRule, shares)
     if not isinstance(shares, Sequence) or not all(
         isinstance(weight, int | float) and not isinstance(weight, bool) for weight in shares
     ):

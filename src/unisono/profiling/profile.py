@@ -28,6 +28,14 @@ _NOTHING = (
 class Profile:
     """What `DataParallel.profile` gives: the steps of its block, in its thread, of the last 1000 forwards.
 
+        >>> def num_steps(profile: unisono.Profile) -> int:
+        ...     return len(profile.steps())
+        >>> model = unisono.DataParallel(torch.nn.Linear(5, 2), ["cpu", "cpu"])
+        >>> with model.profile() as profile:
+        ...     output = model(torch.zeros(8, 5))
+        >>> num_steps(profile)
+        1
+
     It can be read in the block and after it. What a replica does is one of these phases:
 
     | phase | what is done |

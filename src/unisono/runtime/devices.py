@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from operator import attrgetter
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 
@@ -31,6 +31,16 @@ from unisono.runtime.errors import log_once, shown, text_of, warn
 
 DeviceLike: TypeAlias = int | str | torch.device
 """What names a device: an accelerator's index, a string such as "cuda:0" or "cpu", or a `torch.device`."""
+
+
+class DeviceIds(Protocol):
+    """A sequence of devices. To type checkers a `str` is none: what its `__contains__` takes is not any object."""
+
+    def __contains__(self, value: object, /) -> bool: ...
+    def __getitem__(self, index: int, /) -> DeviceLike: ...
+    def __iter__(self) -> Iterator[DeviceLike]: ...
+    def __len__(self) -> int: ...
+
 
 # Seeds differ by 2**64 / golden ratio: far from each other, and from seeds that people choose.
 _SEED_STEP = 0x9E3779B97F4A7C15
@@ -47,7 +57,7 @@ def accelerators() -> list[torch.device]:
     return [torch.device(kind.type, index) for index in range(torch.accelerator.device_count())]
 
 
-def resolve(device_ids: Sequence[DeviceLike] | None) -> list[torch.device]:
+def resolve(device_ids: DeviceIds | None) -> list[torch.device]:
     """Return the devices that `device_ids` names, one a replica, in order.
 
     None is every accelerator. Ints are accelerator indices. On a machine without accelerators, None, ints and an empty
@@ -78,7 +88,7 @@ def resolve(device_ids: Sequence[DeviceLike] | None) -> list[torch.device]:
     return devices
 
 
-def resolve_each(device_ids: Sequence[DeviceLike], argument: str) -> list[torch.device]:
+def resolve_each(device_ids: DeviceIds, argument: str) -> list[torch.device]:
     """Return the devices that a list names; check that they exist."""
     _check_is_list(device_ids, argument)
     return [resolve_one(device_id, argument) for device_id in device_ids]
@@ -635,7 +645,7 @@ def _visible(present: Sequence[torch.device], argument: str) -> str:
         if variable in os.environ:
             visible += f" ({variable}={os.environ[variable]!r} hides the others and numbers these from 0)"
     if not present and argument == "device_ids":
-        visible += '. For replicas on the CPU write ["cpu"] * 2'
+        visible += '. For replicas on the CPU write ["cpu"] * 2; indices, such as [0, 1], run the plain module here'
     return visible
 
 

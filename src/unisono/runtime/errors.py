@@ -191,13 +191,15 @@ def notes_of(error: BaseException) -> tuple[str, ...]:
     return tuple([note for note in notes if isinstance(note, str)]) if isinstance(notes, list | tuple) else ()
 
 
-def add_note(error: BaseException, note: str) -> None:
-    """Add a note to an exception, once; one that has something else in `__notes__` stays as it is."""
+def add_note(error: BaseException, note: str, *, first: bool = False) -> None:
+    """Add a note to an exception, once, after the others or before them; one that has something else in `__notes__`
+    stays as it is.
+    """
     if note in notes_of(error) or any("__notes__" in vars(base) for base in type(error).__mro__):
         return  # a module may raise one object several times
     notes = _attributes_of(error).setdefault("__notes__", [])
     if isinstance(notes, list):
-        notes.append(note)
+        notes.insert(0 if first else len(notes), note)
 
 
 def text_of(error: BaseException) -> str:

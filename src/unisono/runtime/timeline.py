@@ -117,6 +117,13 @@ class Track:
 class ReplicaTiming:
     """What one replica did in the last step.
 
+        >>> def pace(timing: unisono.ReplicaTiming) -> float:
+        ...     return timing.rows / timing.forward_s
+        >>> model = unisono.DataParallel(torch.nn.Linear(5, 2), ["cpu", "cpu"])
+        >>> output = model(torch.zeros(8, 5))
+        >>> [pace(timing) > 0 for timing in model.replica_timings]
+        [True, True]
+
     Attributes:
         device: its device.
         rows: its share of the batch.

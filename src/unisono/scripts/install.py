@@ -19,14 +19,16 @@ from typing import Any, Never
 import torch
 from torch import nn
 
-from unisono.data_parallel import ELSEWHERE, arguments_of, data_parallel, inputs_of
+from unisono.data_parallel import ELSEWHERE, argument_names, data_parallel, inputs_of
 from unisono.data_parallel import DataParallel as OwnDataParallel
 from unisono.primitives.checks import check_names
+from unisono.primitives.dims import Scalars
 from unisono.primitives.parallel_apply import parallel_apply
 from unisono.primitives.replicate import replicate
 from unisono.primitives.scatter_gather import gather, scatter, scatter_kwargs
+from unisono.primitives.split_sizes import Shares
 from unisono.runtime import devices as _devices
-from unisono.runtime.devices import DeviceLike
+from unisono.runtime.devices import DeviceIds
 from unisono.runtime.errors import log_once
 from unisono.scripts import replacement, trainer, wrapper
 from unisono.scripts.activity import ActivityReport
@@ -54,12 +56,12 @@ _CAME_TOO_LATE = (
 
 
 def install(
-    device_ids: Sequence[DeviceLike] | None = None,
+    device_ids: DeviceIds | None = None,
     *,
-    shares: str | Sequence[float] = "chunk",
+    shares: Shares = "chunk",
     in_dims: Any = ...,
     out_dims: Any = ...,
-    scalars: Any = "stack",
+    scalars: Scalars = "stack",
     sync_batch_norm: bool | None = None,
     **unknown: Never,
 ) -> "Installation":
@@ -88,7 +90,7 @@ def install(
     Raises:
         TypeError, ValueError: arguments that cannot be used.
     """
-    check_names(unknown, arguments_of(install), "install", ELSEWHERE)
+    check_names(unknown, argument_names(install), "install", ELSEWHERE)
     devices = None if device_ids is None else tuple(_devices.resolve(device_ids))
     options: dict[str, Any] = {
         "shares": shares,

@@ -18,16 +18,16 @@ from abc import ABCMeta
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from types import GenericAlias
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
 from unisono.data_parallel import DataParallel as OwnDataParallel
+from unisono.data_parallel import M
 from unisono.engines.step_plan import StepPlan
 from unisono.runtime import devices as _devices
-from unisono.runtime.devices import DeviceLike
+from unisono.runtime.devices import DeviceIds, DeviceLike
 from unisono.runtime.tracebacks import without_own_frames
 from unisono.scripts.activity import Activity
 from unisono.scripts.first_step import FirstStepComparison
@@ -84,7 +84,7 @@ def is_own(wrapper: object) -> bool:
     return issubclass(type(wrapper), DataParallel)
 
 
-class DataParallel(OwnDataParallel, metaclass=_NamedAsTorchs):
+class DataParallel(OwnDataParallel[M], metaclass=_NamedAsTorchs):
     """See `unisono.DataParallel`; devices and options are those of `unisono.install`, if they are given there.
 
     Attributes:
@@ -93,12 +93,11 @@ class DataParallel(OwnDataParallel, metaclass=_NamedAsTorchs):
 
     _option_names: ClassVar[frozenset[str]] = OwnDataParallel._option_names - _NOT_TORCHS
     _says_names_of_both: ClassVar[bool] = False  # a script for torch's wrapper writes model.module
-    __class_getitem__: Any = classmethod(GenericAlias)  # torch's is generic: `nn.DataParallel[Model]`
 
     def __init__(
         self,
-        module: nn.Module,
-        device_ids: Sequence[DeviceLike] | None = None,
+        module: M,
+        device_ids: DeviceIds | None = None,
         output_device: DeviceLike | None = None,
         dim: int = 0,
     ) -> None:

@@ -136,6 +136,11 @@ class Finding:
 class Report:
     """One device against several, number by number; `str(report)` is the table.
 
+        >>> def is_safe(report: unisono.Report) -> bool:
+        ...     return report.same or report.explained
+        >>> is_safe(unisono.verify(torch.nn.Linear(5, 2), torch.randn(30, 5), device_ids=["cpu", "cpu"], show=False))
+        True
+
     Attributes:
         title: what was compared, and on which devices.
         rows: every comparison.

@@ -13,19 +13,19 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
 from unisono.data_parallel import ARGUMENTS, DataParallel
-from unisono.options import OF_OTHER_LIBRARIES
+from unisono.options import OF_OTHER_LIBRARIES, WrapperOptions
 from unisono.primitives.blueprint import check_initialized
 from unisono.primitives.checks import check_kwargs, check_module, check_names
 from unisono.primitives.placements import check_have_data
 from unisono.runtime import devices as _devices
-from unisono.runtime.devices import DeviceLike
+from unisono.runtime.devices import DeviceIds, DeviceLike
 from unisono.runtime.errors import shown
 from unisono.verification.modes import compare_mode
 from unisono.verification.report import MODES, Report
@@ -44,14 +44,14 @@ def verify(
     inputs: Any,
     target: Any = None,
     criterion: Callable[..., Any] | None = None,
-    device_ids: Sequence[DeviceLike] | None = None,
+    device_ids: DeviceIds | None = None,
     output_device: DeviceLike | None = None,
     dim: int = 0,
     *,
     step: Callable[..., Any] | None = None,
     rtol: float | None = None,
     show: bool = True,
-    **options: Any,
+    **options: Unpack[WrapperOptions],
 ) -> Report:
     """Run a model on one device and on several, compare all results, and say why they differ, if they do.
 
@@ -218,10 +218,10 @@ def _check_batch(inputs: object, target: object, criterion: object, loss: object
 
 def _wrap(
     model: nn.Module,
-    device_ids: Sequence[DeviceLike] | None,
+    device_ids: DeviceIds | None,
     output_device: DeviceLike | None,
     dim: int,
-    options: dict[str, Any],
+    options: Mapping[str, Any],
 ) -> DataParallel:
     """Return the model itself if it is a wrapper with several replicas, else a wrapper of a copy, with its options."""
     check_module(model, "model")
