@@ -66,14 +66,16 @@ compat:  ## run the suite with each Python and torch of docs/compatibility.md; w
 	  { echo "unisono needs Python 3.11 or newer, and $(PYTHON) is $$($(PYTHON) --version 2>&1). Name another one: make compat PYTHON=python3.12" >&2; exit 1; }
 	@PYTHONPATH=tests $(PYTHON) -m compat $(OWN_PYTHON) $(if $(filter undefined,$(origin TORCH)),,--torch '$(TORCH)') $(if $(KEEP),--keep) \
 	  $(if $(filter --help --list,$(OPTIONS)),$(OPTIONS),$(if $(OPTIONS),-- $(OPTIONS)))
+	$(if $(OPTIONS),,@$(PYTHON) docs/what_has_run.py)
 
 # Other people's libraries are many: an environment of their own keeps them out of .venv. OPTIONS is for pytest, and with
 # it the page stays as it is: make clients OPTIONS="-k fastai"
 CLIENTS = .venv-clients
 CLIENTS_NEED = tests/clients/requirements.txt tests/clients/constraints.txt
 
-clients: $(CLIENTS)/.ready  ## run other people's libraries on two replicas; writes their table in docs/test-records.md
-	$(CLIENTS)/bin/python -m pytest tests/clients $(or $(OPTIONS),--table docs/test-records.md)
+clients: $(CLIENTS)/.ready  ## run other people's libraries on two replicas; writes their table in docs/libraries.md
+	$(CLIENTS)/bin/python -m pytest tests/clients $(or $(OPTIONS),--table docs/libraries.md)
+	$(if $(OPTIONS),,@$(CLIENTS)/bin/python docs/what_has_run.py)
 
 $(CLIENTS)/.ready: pyproject.toml constraints.txt $(CLIENTS_NEED)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -90,8 +92,9 @@ $(CLIENTS)/.ready: pyproject.toml constraints.txt $(CLIENTS_NEED)
 # are installed where that is allowed. OPTIONS: make clusters OPTIONS="--only slurm"; OPTIONS=--help says more.
 CLUSTERS = .venv-clusters
 
-clusters: $(CLUSTERS)/.ready  ## run the pages of launchers with Slurm, MPI, Ray, Monarch, ... here; writes a table into docs/test-records.md, and a log
+clusters: $(CLUSTERS)/.ready  ## run the pages of launchers with Slurm, MPI, Ray, Monarch, ... here; writes the table in docs/launchers.md, and a log
 	PYTHONPATH=tests $(CLUSTERS)/bin/python -m clusters $(OPTIONS)
+	$(if $(OPTIONS),,@$(CLUSTERS)/bin/python docs/what_has_run.py)
 
 $(CLUSTERS)/.ready: pyproject.toml constraints.txt tests/clusters/requirements.txt tests/clusters/constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -177,7 +180,7 @@ dist: $(DIST)/.ready  ## build wheel and sdist, check both, install the wheel in
 	cd $(DIST)/try/empty && ../bin/python -I $(CURDIR)/examples/first_steps.py | tee first_steps.txt
 	grep -q '^same: 20 comparisons' $(DIST)/try/empty/first_steps.txt
 	cd $(DIST)/try/empty && ../bin/unisono train --model mlp --epochs 1 --devices 2 --output run && ls run
-	@grep -q '^\[project.urls\]' pyproject.toml || echo "pyproject.toml has no [project.urls] yet: do not upload" >&2
+	@grep -q '^\[project.urls\]' pyproject.toml || echo "pyproject.toml has no [project.urls] yet: do not upload; with an address, allow private reports of vulnerabilities (SECURITY.md)" >&2
 	@ls -l dist
 
 $(DIST)/.ready: constraints.txt

@@ -14,6 +14,7 @@ import importlib
 import json
 import os
 import platform
+import subprocess
 import sys
 import time
 import traceback
@@ -210,6 +211,9 @@ def machine() -> dict[str, Any]:
         import unisono
 
         versions["unisono"] = unisono.__version__
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):  # no git, or no clone
+        git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=8", "--exclude=*"]
+        versions["commit"] = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
     return {
         "kind": kind.type if kind else None,
         "accelerators": found,

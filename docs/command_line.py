@@ -1,8 +1,8 @@
-"""Write docs/command-line.md: each command with its options, from the parsers themselves.
+"""Write docs/command-line.md, which lists the commands, and a page of each command, from the parsers themselves.
 
     python docs/command_line.py
 
-tests/test_docs.py compares the page with what this would write.
+tests/test_docs.py compares the pages with what this would write.
 """
 
 import argparse
@@ -12,28 +12,41 @@ from pathlib import Path
 
 from unisono.cli import parsers
 
-PATH = Path(__file__).parent / "command-line.md"
-_HEAD = """\
+FOLDER = Path(__file__).parent
+_MADE = "<!-- python docs/command_line.py writes this page -->\n"
+_LIST = f"""\
 # Command line
 
-<!-- python docs/command_line.py writes this page -->
+{_MADE}
+`unisono COMMAND --help` says in a terminal what the page of a command says.
 
-`unisono COMMAND --help` says the same in a terminal.
+| command | what it does |
+|---|---|
 """
 
 
-def page() -> str:
-    """Return the text of the page."""
-    parts = [_HEAD, *(section(name, parser) for name, parser in parsers()[1].items())]
-    return "\n".join(parts)
+def pages() -> dict[Path, str]:
+    """Return the text of each page."""
+    commands = parsers()[1]
+    rows = [
+        f"| [unisono {name}](command-{name}.md) | {cell(first_sentence(parser.description or ''))} |\n"
+        for name, parser in commands.items()
+    ]
+    made = {FOLDER / f"command-{name}.md": page(name, parser) for name, parser in commands.items()}
+    return {FOLDER / "command-line.md": _LIST + "".join(rows), **made}
 
 
-def section(name: str, parser: argparse.ArgumentParser) -> str:
-    """Return the section of a command: what it does, its options, examples and exit status."""
+def page(name: str, parser: argparse.ArgumentParser) -> str:
+    """Return the page of a command: what it does, its options, examples and exit status."""
     rows = [f"| {named(action)} | {cell(action.help or '')} |" for action in parser._actions if action.dest != "help"]
     table = ["| argument | meaning |", "|---|---|", *rows] if rows else ["It has no options."]
-    head = [f"## unisono {name}", "", prose(parser.description or ""), ""]
+    head = [f"# unisono {name}", "", _MADE, prose(parser.description or ""), ""]
     return "\n".join([*head, *table, "", "```text", (parser.epilog or "").strip(), "```", ""])
+
+
+def first_sentence(text: str) -> str:
+    """Return the first sentence of a description."""
+    return re.split(r"(?<=[.:]) ", " ".join(text.split()))[0].rstrip(":")
 
 
 def named(action: argparse.Action) -> str:
@@ -61,4 +74,5 @@ def plain(text: str) -> str:
 
 
 if __name__ == "__main__":
-    PATH.write_text(page(), encoding="utf-8")
+    for path, text in pages().items():
+        path.write_text(text, encoding="utf-8")

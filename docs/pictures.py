@@ -112,15 +112,36 @@ def while_in(shown: str, hidden: str, *spans: tuple[int, int]) -> dict[int, str]
     return dict(sorted(frames.items()))
 
 
-def step() -> str:
-    """Draw a batch that goes through two devices, and below it the timeline of the step."""
-    style, body = STYLE, ""
+# What the picture of a step says on Chinese pages; docs/terms.md has the words.
+CHINESE = {
+    "batch: 8 rows": "batch 8 个样本",
+    "output: 8 rows": "输出 8 个样本",
+    "replica": "副本",
+    "device": "设备",
+    "gradients": "梯度",
+    "split": "分发",
+    "forward": "前向",
+    "join": "收集",
+    "loss": "损失",
+    "backward": "反向",
+    "sum": "累加",
+    "optimizer": "优化器",
+}
+CHINESE_TITLE = "两个设备上的一步训练：batch 切分，两个副本计算，输出收集；反向传播时两者都计算梯度，梯度累加"  # noqa: RUF001
+
+
+def step(words: Mapping[str, str] | None = None, title: str = "") -> str:
+    """Draw a batch that goes through two devices, and below it the step's timeline; `words` are of another language."""
+    style, body, words = STYLE, "", words or {}
     for x, said in ((BATCH_X, "batch: 8 rows"), (OUTPUT_X, "output: 8 rows")):
+        said = words.get(said, said)
         body += f'  <text x="{x + ROW_WIDTH / 2}" y="30" class="small middle">{said}</text>\n'
     for device, y in enumerate(DEVICE_Y):
         frame = f'x="{DEVICE_X}" y="{y}" width="{DEVICE_WIDTH}" height="72" rx="6"'
         body += f'  <rect class="box" {frame}/>\n'
-        body += f'  <text x="{DEVICE_X + 8}" y="{y + 16}" class="small">replica {device}</text>\n'
+        body += (
+            f'  <text x="{DEVICE_X + 8}" y="{y + 16}" class="small">{words.get("replica", "replica")} {device}</text>\n'
+        )
         body += f'  <rect class="move busy b{device}" style="animation-name: busy" {frame}/>\n'
     computing = [PHASES[name][:2] for name in ("forward", "backward")]
     style += keyframes("busy", while_in("opacity: 1", "opacity: 0", *computing))
@@ -135,22 +156,24 @@ def step() -> str:
     x, y = DEVICE_X + 15, DEVICE_Y[1] + 30
     body += '  <g class="move gradient" style="animation-name: gradient">'
     body += f'<rect class="d1" x="{x}" y="{y}" width="80" height="24" rx="4"/>'
-    body += f'<text class="in" x="{x + 40}" y="{y + 16}">gradients</text></g>\n'
+    body += f'<text class="in" x="{x + 40}" y="{y + 16}">{words.get("gradients", "gradients")}</text></g>\n'
     for lane, y in enumerate(LANE_Y):
-        body += f'  <text x="6" y="{y + 17}" class="small">device {lane}</text>\n'
+        body += f'  <text x="6" y="{y + 17}" class="small">{words.get("device", "device")} {lane}</text>\n'
         body += f'  <rect class="lane" x="{LANE_X}" y="{y}" width="{LANE_WIDTH}" height="26" rx="3"/>\n'
     for name, (begin, end, lanes) in PHASES.items():
         left, width = LANE_X + LANE_WIDTH * begin / 100, LANE_WIDTH * (end - begin) / 100
         for lane in lanes:
             place = f'x="{left + 0.5:g}" y="{LANE_Y[lane]}" width="{width - 1:g}"'
             body += f'  <rect class="d{lane}" {place} height="26" rx="3"/>\n'
-            body += f'  <text class="in" x="{left + width / 2:g}" y="{LANE_Y[lane] + 17}">{name}</text>\n'
+            body += (
+                f'  <text class="in" x="{left + width / 2:g}" y="{LANE_Y[lane] + 17}">{words.get(name, name)}</text>\n'
+            )
     body += f'  <line class="head" x1="{LANE_X}" x2="{LANE_X}" y1="188" y2="258"/>\n'
     said = (
         "A training step on two devices: the batch is split, both replicas compute, the outputs are joined; in "
         "backward both compute gradients, which are summed"
     )
-    return drawing(WIDTH, HEIGHT, said, body, style, scale=1.25)
+    return drawing(WIDTH, HEIGHT, title or said, body, style, scale=1.25)
 
 
 # Still pictures
@@ -475,7 +498,14 @@ def watch() -> str:
     return drawing(width, height, said, body)
 
 
-FILES = {"step": step, "shares": shares, "dims": dims, "lists": lists, "watch": watch}
+FILES = {
+    "step": step,
+    "step.zh-CN": lambda: step(CHINESE, CHINESE_TITLE),
+    "shares": shares,
+    "dims": dims,
+    "lists": lists,
+    "watch": watch,
+}
 
 
 if __name__ == "__main__":

@@ -2,10 +2,12 @@
 those of GUIDES in the very first.
 
 The site's own search runs, as in a browser, by an engine for JavaScript (mini-racer). The Chinese pages are a site of
-their own, whose search divides Chinese text into words.
+their own, whose search divides Chinese text into words. The table of behaviour has a filter of its own.
 """
 
+import html
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -28,18 +30,38 @@ GUIDES = {
     "uneven gpus": "shares",
     "lstm hidden state": "batch-dimension",
     "gather scalar": "errors",
+    "speed": "benchmark",
+    "performance": "benchmark",
+    "slow": "profile",
+    "requirements": "install",
+    "memory": "out-of-memory",
+    "verify": "verify",
+    "batchnorm": "batch-norm-and-dropout",
+    "two gpus": "two-devices",
+    "nccl": "ranks",
+    "deepspeed": "from-ddp",
+    "load balancing": "shares",
+    "install": "install",
+    "run": "run",
 }
 # Other words for the same, and what else people ask.
 ENGLISH = {
     "getting started": "index",
-    "batchnorm": "batch-norm-and-dropout",
     "sync bn": "batch-norm-and-dropout",
     "dropout": "batch-norm-and-dropout",
     "save model": "save-and-resume",
     "state_dict": "save-and-resume",
     "optimizer state": "save-and-resume",
     "ema": "save-and-resume",
-    "two gpus": "two-devices",
+    "faster": "benchmark",
+    "fsdp": "from-ddp",
+    "api": "api-data-parallel",
+    "rnn": "batch-dimension",
+    "evaluate": "inference",
+    "compile": "two-devices",
+    "pytorch version": "install",
+    "python version": "install",
+    "gradients": "same-numbers",
     "multiple gpus": "two-devices",
     "multi gpu": "two-devices",
     "amp": "two-devices",
@@ -115,6 +137,17 @@ CHINESE = {
     "查看显卡占用": "from-data-parallel",
     "变慢": "from-data-parallel",
     "推理": "from-data-parallel",
+    "性能": "from-data-parallel",
+    "训练慢": "from-data-parallel",
+    "梯度不一致": "verify",
+    "结果不一致": "verify",
+    "精度对不上": "verify",
+    "验证": "verify",
+    "verify": "verify",
+    "不改代码": "run",
+    "unisono run": "run",
+    "差异": "differences",
+    "DeepSpeed": "processes-and-errors",
     "断点续训": "processes-and-errors",
     "保存模型": "processes-and-errors",
     "加载权重": "processes-and-errors",
@@ -152,9 +185,32 @@ def hits(site: Path, searches: list[str]) -> dict[str, list[dict[str, Any]]]:
     return found
 
 
+# Words for the filter of the table of behaviour, and a row that it leaves.
+ROWS = {"different numbers of rows": "S5", "dropout": "N12", "ctrl-c": "F3", "resume": "T1", "sync_batch_norm": "N5"}
+
+
+def rows_left(page: str, words: str) -> list[str]:
+    """Return the rows of the built table of behaviour that its filter leaves for some words."""
+    (table,) = re.findall(r'id="behaviour-filter".*?<tbody>(.*?)</tbody>', page, re.DOTALL)
+    rows = [
+        html.unescape(re.sub(r"<[^>]+>", "", row)).strip() for row in re.findall(r"<tr>(.*?)</tr>", table, re.DOTALL)
+    ]
+    (script,) = re.findall(r"<script>\n(// The filter of the table.*?)</script>", page, re.DOTALL)
+    with MiniRacer() as engine:
+        engine.eval(f"{script}; 0")
+        left = [row for row in rows if engine.eval(f"shown({json.dumps(row)}, '', {json.dumps(words)}, '')")]
+    return [row.split()[0] for row in left]
+
+
 def main() -> int:
     """Print what is found, and return how many searches do not find their page."""
     num_missing = 0
+    behaviour = (SITE / "behaviour.html").read_text(encoding="utf-8")
+    for words, row in ROWS.items():
+        left = rows_left(behaviour, words)
+        is_found = row in left and len(left) < 50
+        num_missing += not is_found
+        print(f"{words}: rows {', '.join(left)}" + ("" if is_found else f"   <- {row} is not among a few"))
     for site, searches, most in ((SITE, GUIDES, 1), (SITE, ENGLISH, NUM_HITS), (SITE / "zh", CHINESE, NUM_HITS)):
         for words, entries in hits(site, [*searches]).items():
             page = f"{searches[words]}.html"

@@ -5,7 +5,8 @@ So this copies docs/*.md, and each page or source file that they link to, and re
 
     CONTRIBUTING.md, SECURITY.md ...   pages beside those of docs/
     README.md                          nothing: docs/index.md is the home page, and links to the README lead there
-    docs/behaviour.md                  a page for each of its tables: each row with the docstrings of its tests
+    docs/behaviour.md                  one table of all rows, with a filter (docs/behaviour.js), and a page for each
+                                       section: its rows, with the docstrings of their tests below a fold
     src/unisono/training/loop.py       a page with the source, if something links to it
 
 The rows of docs/behaviour.md are written by hand, the evidence beside them comes from the tests: a row without a test,
@@ -16,12 +17,14 @@ Needs the standard library only. A link that leads nowhere is an error, so `make
 """
 
 import ast
+import html
 import json
 import os
 import posixpath
 import re
 import shutil
 import sys
+import textwrap
 from collections import defaultdict
 from pathlib import Path
 
@@ -48,7 +51,20 @@ _ROW = re.compile(r"^\| ([A-Z]\d+) \| (.*) \|$")
 _MORE_OF_ROW = re.compile(r"^\*\*([A-Z]\d+)\.\*\* (.+?)\n$", re.MULTILINE | re.DOTALL)  # a paragraph under a table
 _CHINESE = ".zh-CN.md"
 # Sources, single cases and records would come before the guides, because they are most of the text.
-NOT_SEARCHED = ("source/", "behaviour/", "benchmarks/", "test-records.md", "terms.md")
+NOT_SEARCHED = (
+    "source/",
+    "behaviour",
+    "benchmarks/",
+    "test-records.md",
+    "what-has-run.md",
+    "launchers.md",
+    "libraries.md",
+    "terms.md",
+    "architecture.md",
+    "rules.md",
+    "adding.md",
+    "asynchronous-device.md",
+)
 _HIDDEN = "---\nsearch:\n  exclude: true\n---\n\n"
 _LANGUAGES = {".py": "python", ".toml": "toml", ".json": "json", ".ini": "ini", ".txt": "text", "": "text"}
 
@@ -159,20 +175,36 @@ class Site:
                 place = f"behaviour/{slug(re.split('[:,]', title)[0])}.md"
                 places[title] = place
                 self._anchors[f"{path}#{slug(title)}"] = place
-        listed = []
+        lines, titles, others = list[str](), dict[str, str](), list[str]()
         for section in sections:
             title, _, body = section.removeprefix("## ").partition("\n")
             if title not in places:
-                listed.append(section)
+                others.append(section)
                 continue
-            page, num_rows = page_of_rows(title, body, shown)
-            self.pages[places[title]] = self._relinked(page, path, places[title])
-            listed.append(f"- [{title}]({places[title]}), {num_rows} rows\n")
-        text = intro + "".join(part for part in listed if part.startswith("- ["))
-        text += "\n" + "".join(part for part in listed if not part.startswith("- ["))
-        linked = {place: title for title, place in places.items()}
+            self.pages[places[title]] = self._relinked(page_of_rows(title, body, shown), path, places[title])
+            notes = notes_of(body)
+            for row, cells in rows_of(body):
+                titles.setdefault(row[0], re.split("[:,]", title)[0])
+                case, *others_do, here = cells
+                name = f"[{row}]({places[title]}#{row.lower()})"
+                more = "<br>".join(" ".join(note.split()) for note in notes[row]).replace("|", r"\|")
+                here += f" <details><summary>more</summary>{more}</details>" if more else ""
+                lines.append(f"| {name} | {case} | {' '.join(others_do)} | {here} |")
+        sections_by_letter = html.escape(json.dumps(titles))
+        head = [
+            f'<div id="behaviour-filter" data-sections="{sections_by_letter}"></div>',
+            "",
+            "| row | case | torch; DDP for several processes | unisono |",
+            "|---|---|---|---|",
+        ]
+        script = (ROOT / "docs" / "behaviour.js").read_text(encoding="utf-8") if lines else ""
+        text = "\n".join([intro, *head, *lines, "", f"<script>\n{script}</script>", "", *others])
+        linked = set(places.values())
         self.pages["behaviour.md"] = _LINK.sub(
-            lambda match: match[0] if match[2] in linked else self._relinked(match[0], path, "behaviour.md"), text
+            lambda match: (
+                match[0] if match[2].partition("#")[0] in linked else self._relinked(match[0], path, "behaviour.md")
+            ),
+            text,
         )
 
     # ---- anchors --------------------------------------------------------------------------------
@@ -266,21 +298,33 @@ def docstrings_by_row() -> dict[str, list[tuple[str, str, str]]]:
     return found
 
 
-def page_of_rows(title: str, body: str, shown: dict[str, list[tuple[str, str, str]]]) -> tuple[str, int]:
-    """Return a page with a part for each row of a section: its cells by column, more of it, and what its tests show."""
-    lines, columns, num_rows = [f"# {title}", ""], [], 0
-    more = defaultdict(list)
+def rows_of(body: str) -> list[tuple[str, list[str]]]:
+    """Return the rows of a section: their names and cells."""
+    matches = filter(None, map(_ROW.match, body.splitlines()))
+    return [(match[1], re.split(r"(?<!\\) \| ", match[2])) for match in matches]
+
+
+def notes_of(body: str) -> dict[str, list[str]]:
+    """Return the notes of each row of a section."""
+    notes = defaultdict(list)
     for row, paragraph in _MORE_OF_ROW.findall(body):
-        more[row].append(paragraph)
+        notes[row].append(paragraph)
+    return notes
+
+
+def page_of_rows(title: str, body: str, shown: dict[str, list[tuple[str, str, str]]]) -> str:
+    """Return a page with a part for each row of a section: its cells; below a fold notes, and what tests say."""
+    lines, columns = [f"# {title}", ""], []
+    more = notes_of(body)
     for line in _MORE_OF_ROW.sub("", body).splitlines():
         if match := _ROW.match(line):
             row, cells = match[1], re.split(r"(?<!\\) \| ", match[2])
-            num_rows += 1
             lines += ["", f"## {row}: {cells[0]} {{ #{row.lower()} }}", ""]
             for column, cell in zip(columns, cells[1:], strict=True):
                 lines += [f"**{column}**: {cell}", ""]
+            lines += ['??? info "More"', ""] if more[row] else []
             for paragraph in more[row]:
-                lines += [paragraph, ""]
+                lines += [textwrap.indent(paragraph, "    "), ""]
             tests = shown[row]
             lines += [f'??? note "{len(tests)} tests"', ""]
             for path, name, said in tests:
@@ -289,9 +333,9 @@ def page_of_rows(title: str, body: str, shown: dict[str, list[tuple[str, str, st
             lines.append("")
         elif line.startswith("| # |"):
             columns = [cell.strip() for cell in line.strip("| ").split("|")][2:]
-        elif not line.startswith("|--") and (not line.startswith("|") or not columns):
+        elif not line.startswith(("|--", "<details>", "</details>")) and (not line.startswith("|") or not columns):
             lines.append(line)
-    return "\n".join(lines) + "\n", num_rows
+    return "\n".join(lines) + "\n"
 
 
 def page_of_notebook(text: str) -> str:

@@ -21,9 +21,11 @@ from torch._utils import ExceptionWrapper
 
 import unisono
 import unisono.testing
+from helpers import page_tables
 from helpers.benchmarks import import_file
 from helpers.forked import forked
 from helpers.modules import Calls
+from helpers.page_tables import read_table
 from helpers.programs import run_scripts
 from helpers.ranks import free_port
 from helpers.rows import BEHAVIOUR, find_tests_by_row, rows_of_behaviour
@@ -57,44 +59,59 @@ def test_every_page_is_in_the_navigation_and_every_entry_is_a_page(built):
 
 # The most words on a page, without code. Pages that are made, and lists that only grow, have no limit.
 MOST_WORDS = {
-    "index.md": 250,
+    "index.md": 200,
     "install.md": 250,
-    "two-devices.md": 600,
-    "from-data-parallel.md": 700,
-    "from-ddp.md": 400,
-    "notebook.md": 400,
+    "two-devices.md": 500,
+    "from-data-parallel.md": 650,
+    "from-ddp.md": 450,
+    "notebook.md": 300,
     "run.md": 450,
-    "trainer.md": 350,
-    "batch-dimension.md": 600,
+    "trainer.md": 300,
+    "batch-dimension.md": 500,
     "batch-norm-and-dropout.md": 350,
     "state-in-forward.md": 400,
     "shares.md": 400,
     "out-of-memory.md": 350,
-    "save-and-resume.md": 400,
+    "save-and-resume.md": 250,
     "inference.md": 300,
     "verify.md": 400,
-    "testing.md": 450,
+    "testing.md": 400,
     "profile.md": 600,
-    "free-threading.md": 450,
-    "clusters.md": 600,
+    "free-threading.md": 400,
+    "clusters.md": 500,
     "torchrun.md": 250,
     "machines.md": 250,
-    "slurm.md": 250,
-    "mpi.md": 250,
-    "ray.md": 250,
-    "other-launchers.md": 250,
+    "slurm.md": 150,
+    "mpi.md": 100,
+    "ray.md": 150,
+    "other-launchers.md": 100,
+    "ranks.md": 200,
     "examples.md": 250,
-    "differences.md": 700,
+    "differences.md": 650,
     "errors.md": 900,
+    "command-line.md": 200,
+    "command-run.md": 350,
+    "command-verify.md": 350,
+    "command-devices.md": 150,
+    "command-watch.md": 100,
+    "command-bench.md": 200,
+    "command-plan.md": 250,
+    "command-train.md": 400,
     "compatibility.md": 500,
+    "what-has-run.md": 950,
+    "launchers.md": 700,
+    "libraries.md": 850,
     "benchmark.md": 400,
     "boundaries.md": 450,
+    "stability.md": 300,
     "training-step.md": 600,
     "same-numbers.md": 500,
     "gpus.md": 500,
     "failures.md": 500,
     "plan.md": 500,
-    "architecture.md": 1500,
+    "architecture.md": 700,
+    "rules.md": 900,
+    "adding.md": 200,
     "contributing.md": 650,
 }
 NO_LIMIT = {
@@ -102,7 +119,6 @@ NO_LIMIT = {
     "api-primitives.md",
     "api-batches.md",
     "api-checks.md",
-    "command-line.md",
     "behaviour.md",
     "asynchronous-device.md",
     "security.md",
@@ -111,13 +127,18 @@ NO_LIMIT = {
 }
 
 
+EVERYTHING = {"behaviour.md", "changelog.md"}  # looked things up in, not read
+
+
 def test_a_page_is_short_enough_to_be_read(built) -> None:
     """Chinese pages do not put spaces between words, so they are not counted."""
     entries = [page for _, page in navigation() if not page.startswith("zh/")]
     assert set(entries) == MOST_WORDS.keys() | NO_LIMIT
     words = {page: num_words(built.pages[page]) for page in entries}
     assert {page: words[page] for page, most in MOST_WORDS.items() if words[page] > most} == {}
-    assert statistics.median(words.values()) <= 500
+    assert statistics.median(words.values()) <= 360
+    readable = [page for page in built.pages if not page.startswith(("zh/", "source/")) and page not in EVERYTHING]
+    assert {page: num for page in readable if (num := num_words(built.pages[page])) > 1500} == {}
 
 
 def test_a_page_has_one_name(built) -> None:
@@ -159,11 +180,26 @@ def test_the_behaviour_pages_have_every_row_and_every_test(built):
             assert path in part
 
 
+def test_the_table_of_behaviour_has_every_row_and_no_names_of_tests(built) -> None:
+    """With a filter, which is in the page, as are the notes on a row; the tests are on the page that a row leads to."""
+    page = built.pages["behaviour.md"]
+    rows = re.findall(r"^\| \[([A-Z]\d+)\]\((behaviour/[\w-]+\.md)#([a-z]\d+)\) \|", page, re.MULTILINE)
+    assert [row for row, _, _ in rows] == rows_of_behaviour()
+    assert all(row.lower() == anchor and f"{{ #{anchor} }}" in built.pages[place] for row, place, anchor in rows)
+    assert "test_" not in re.sub(r"`[^`]*`", "", page)
+    assert 'id="behaviour-filter"' in page
+    assert (ROOT / "docs" / "behaviour.js").read_text(encoding="utf-8") in page
+    for note in re.findall(
+        r"^\*\*[A-Z]\d+\.\*\* (.+?)\n\n", BEHAVIOUR.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
+    ):
+        assert plain(note).replace("|", "\\|") in plain(page), note
+
+
 def test_the_behaviour_pages_lose_no_text(built):
     """Every cell of the tables, and every paragraph between them and under them, is on a page."""
     everything = plain("\n".join(text for path, text in built.pages.items() if path.startswith("behaviour")))
     for line in BEHAVIOUR.read_text(encoding="utf-8").splitlines():
-        line = re.sub(r"^\*\*[A-Z]\d+\.\*\* ", "", line)  # on its row's part of a page
+        line = re.sub(r"^\*\*[A-Z]\d+\.\*\* |^</?details>.*", "", line)  # on its row's part of a page
         for cell in re.split(r"(?<!\\) \| ", line.strip("| ")) if re.match(r"\| [A-Z]\d+ \|", line) else [line]:
             if not cell.startswith(("|--", "| # |", "#")):
                 assert plain(cell) in everything, cell
@@ -258,7 +294,7 @@ def test_the_readme_is_short(path: str, most_words: int) -> None:
 
 def test_the_home_page_claims_what_the_readme_does() -> None:
     readme, home = (path.read_text(encoding="utf-8") for path in (ROOT / "README.md", ROOT / "docs" / "index.md"))
-    for block in (r"^```diff\n.*?^```$", r"^\| on four devices.*?\n\n"):
+    for block in (r"^```diff\n.*?^```$", r"^```python\n.*?^With .*?$", r"^\| on four devices.*?\n\n"):
         assert re.findall(block, home, re.MULTILINE | re.DOTALL) == re.findall(block, readme, re.MULTILINE | re.DOTALL)
 
 
@@ -268,9 +304,54 @@ def test_the_code_of_the_readme_runs(path, tmp_path, capsys):
     torch.manual_seed(0)
     given = {"unisono": unisono, "net": nn.Linear(5, 2), "criterion": nn.functional.cross_entropy}
     given |= {"inputs": torch.randn(30, 5), "labels": torch.randint(2, (30,))}
+    given |= {"torch": torch, "nn": nn}
     exec(compile(program_of((ROOT / path).read_text(encoding="utf-8")), path, "exec"), given)
     assert isinstance(given["model"], unisono.DataParallel)
-    assert "same: " in capsys.readouterr().out
+    assert "differs: 9 of 27 comparisons" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("path", ["README.md", "README.zh-CN.md"])
+def test_the_readme_shows_what_its_four_lines_print(path: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """They are those of the example; and what the argument that they name changes is shown, too."""
+    text = (ROOT / path).read_text(encoding="utf-8")
+    example = (ROOT / "examples" / "four_lines.py").read_text(encoding="utf-8")
+    lines, shown = re.search(r"^```python\n(.*?)^```\n.*?((?:^    [^\n]*\n)+)", text, re.MULTILINE | re.DOTALL).groups()
+    assert len(lines.splitlines()) == 4
+    assert example.endswith(lines)
+    for program in (example, example.replace('["cpu", "cpu"]', '["cpu", "cpu"], sync_batch_norm=True')):
+        with torch.random.fork_rng(devices=[]):
+            exec(compile(program, "four_lines.py", "exec"), {})
+    printed = capsys.readouterr().out
+    assert "".join(f"{line[4:]}\n" for line in shown.splitlines()) in printed
+    assert printed.splitlines()[-1] == "same: 38 comparisons, in training and eval"
+    assert f"`{printed.splitlines()[-1]}`" in text
+
+
+what_has_run = import_file(ROOT / "docs" / "what_has_run.py", "docs_what_has_run")
+
+
+@pytest.mark.parametrize("path", what_has_run.pages())
+def test_the_tables_of_what_has_run_are_those_of_the_records(path: str) -> None:
+    """`python docs/what_has_run.py` writes them."""
+    assert read_table(ROOT / path, what_has_run.COMMAND) == what_has_run.pages()[path]
+
+
+def test_every_record_of_a_run_names_its_commit_python_and_torch() -> None:
+    """Or says that the record does not name it, and which commit brought the record."""
+    runs = what_has_run.runs()
+    assert len(runs) > 10
+    for run in runs:
+        assert re.search(r"\b[0-9a-f]{8}\b", run.commit), run
+        assert re.fullmatch(r"\d+\.\d+\.\d+", run.torch), run
+        assert re.match(r"\d+\.\d+|not recorded", run.python), run
+    failed_or_skipped = re.compile(r"[\d,]+|not noted")
+    assert all(failed_or_skipped.match(cell) for run in runs for cell in (run.passed, run.failed, run.not_run))
+
+
+def test_a_line_of_a_run_is_read_as_it_is_written() -> None:
+    line = page_tables.run_line()
+    assert what_has_run._RUN.search(line), line
+    assert re.fullmatch(r"[0-9a-f]{8,}( with changes)?|not recorded", page_tables.commit())
 
 
 pictures = import_file(ROOT / "docs" / "pictures.py", "docs_pictures")
@@ -284,7 +365,8 @@ def test_a_picture_is_that_of_the_script(name: str) -> None:
 
 def test_every_picture_is_on_a_page_and_each_svg_is_drawn_by_the_script() -> None:
     assert {path.stem for path in (ROOT / "docs").glob("*.svg")} == set(pictures.FILES)
-    pages = "".join(path.read_text(encoding="utf-8") for path in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+    paths = [*ROOT.glob("README*.md"), *(ROOT / "docs").glob("*.md")]
+    pages = "".join(path.read_text(encoding="utf-8") for path in paths)
     drawn = [path.name for path in (ROOT / "docs").glob("*.*") if path.suffix in (".svg", ".png")]
     assert [name for name in drawn if f"]({name})" not in pages and f"/{name})" not in pages] == []
 
@@ -335,10 +417,11 @@ def test_every_option_says_what_it_means() -> None:
     assert [(name, each.dest) for name, each in actions if not each.help or each.help.startswith("(")] == []
 
 
-def test_the_page_of_commands_is_that_of_the_parsers() -> None:
-    """`python docs/command_line.py` writes it."""
+def test_the_pages_of_commands_are_those_of_the_parsers() -> None:
+    """`python docs/command_line.py` writes them."""
     module = import_file(ROOT / "docs" / "command_line.py", "docs_command_line")
-    assert module.PATH.read_text(encoding="utf-8") == module.page()
+    assert {path: path.read_text(encoding="utf-8") for path in module.pages()} == module.pages()
+    assert {path.name for path in (ROOT / "docs").glob("command-*.md")} == {path.name for path in module.pages()}
 
 
 def of_replicas(forward, module=None, **options):
@@ -465,9 +548,10 @@ RUN = [
     "docs/install.zh-CN.md",
     "docs/from-data-parallel.zh-CN.md",
     "docs/processes-and-errors.zh-CN.md",
+    "docs/verify.zh-CN.md",
 ]
 # Of the whole process: names that are replaced, simulated devices.
-RUN_AS_PROGRAMS = ["docs/run.md", "docs/trainer.md", "docs/testing.md"]
+RUN_AS_PROGRAMS = ["docs/run.md", "docs/run.zh-CN.md", "docs/trainer.md", "docs/testing.md"]
 # Run by other means, or not at all.
 RUN_ELSEWHERE = {
     "docs/index.md": "README's, as a test above says",
@@ -558,17 +642,31 @@ def test_the_test_on_the_page_is_the_example() -> None:
     assert shown[1] in example
 
 
-def test_the_speeds_of_benchmark_figures_are_those_that_were_measured() -> None:
-    """`make bench` writes them."""
+def test_the_speeds_on_pages_are_those_that_were_measured() -> None:
+    """`make bench` writes them. What it calls no verdict, or lost in noise, is no figure on a page."""
     measured = json.loads((ROOT / "benchmarks" / "results.json").read_text(encoding="utf-8"))
-    page = (ROOT / "docs" / "benchmark.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| .*?\((\w+)\) \| ([\d.]+)[^|]* \| ([\d.]+) \|$", page, re.MULTILINE)
+    sections = re.split(r"^## ", (ROOT / "benchmarks" / "results.md").read_text(encoding="utf-8"), flags=re.MULTILINE)
+    no_verdict = {section.split()[0] for section in sections if "**No verdict**" in section}
+    goals = (ROOT / "benchmarks" / "goals.md").read_text(encoding="utf-8")
+    in_noise = set(re.findall(r"^\| torchrun on (\w+):.*lost in noise", goals, re.MULTILINE))
     speeds = {}
     for each in measured["workloads"]:
         turns = {line["contender"]: sorted(line["turns_s"]) for line in each["lines"]}
-        seconds = {name: lower_quartile(values) for name, values in turns.items()}
-        speeds[each["name"]] = tuple(f"{seconds[name] / seconds['threads']:.2f}" for name in ("ddp", "plain"))
-    assert {name: (of_ddp, of_plain) for name, of_ddp, of_plain in rows} == speeds
+        seconds, name = {name: lower_quartile(values) for name, values in turns.items()}, each["name"]
+        of_ddp, ranks, of_plain = (
+            f"{seconds[other] / seconds[own]:.2f}"
+            for other, own in (("ddp", "threads"), ("ddp", "torchrun"), ("plain", "threads"))
+        )
+        threads = ("no verdict", "no verdict") if name in no_verdict else (of_ddp, of_plain)
+        speeds[name] = (threads[0], ranks + ", within noise" * (name in in_noise), threads[1])
+    cell = r" ([^|]+) \|"
+    page = (ROOT / "docs" / "benchmark.md").read_text(encoding="utf-8")
+    rows = re.findall(rf"^\| (.*?) \((\w+)\) \|{3 * cell}$", page, re.MULTILINE)
+    assert {name: tuple(cells) for _, name, *cells in rows} == speeds
+    shown = (ROOT / "docs" / "from-ddp.md").read_text(encoding="utf-8").partition("## How fast?")[2]
+    assert re.findall(rf"^\| (.*?) \|{2 * cell}$", shown.partition("\n## ")[0], re.MULTILINE)[1:] == [
+        (model, *speeds[name][:2]) for model, name, *_ in rows
+    ]
 
 
 def test_the_figures_of_free_threading_are_those_that_were_measured() -> None:
@@ -581,7 +679,7 @@ def test_the_figures_of_free_threading_are_those_that_were_measured() -> None:
 
 def test_the_page_names_the_libraries_that_were_run():
     """`make clients` writes their table."""
-    records, page = ((ROOT / "docs" / name).read_text() for name in ("test-records.md", "compatibility.md"))
+    records, page = ((ROOT / "docs" / name).read_text() for name in ("libraries.md", "compatibility.md"))
     table = records.partition("<!-- written by make clients -->\n")[2].partition("<!-- end -->")[0]
     libraries = set(re.findall(r"^\| ([\w.-]+) \d[\w.]* \|", table, re.MULTILINE))
     listed = re.findall(r"^- \*\*\w+\*\*: (.+?)[;.]$", page, re.MULTILINE | re.DOTALL)
@@ -625,6 +723,27 @@ def test_the_api_pages_have_every_public_name_and_every_type() -> None:
     types = {cls for name, hint in hints if not name.startswith("_") for cls in classes_in(hint)}
     shown_types = {each for each in objects if isinstance(each, type)} | {StepRecording, Track}  # of what records
     assert {cls for cls in types - shown_types if cls.__module__.startswith("unisono")} == set()
+
+
+def test_the_page_of_what_will_not_change_has_every_public_name() -> None:
+    """Those of torch are in its table."""
+    page = (ROOT / "docs" / "stability.md").read_text(encoding="utf-8")
+    of_torch, names = (set(re.findall(r"`(\w+)`", part)) for part in page.split("\n## Names and options\n"))
+    assert [name for name in (*unisono.__all__, *unisono.testing.__all__) if name not in names] == []
+    options = inspect.signature(unisono.DataParallel).parameters
+    assert [name for name in list(options)[4:] if name != "unknown" and name not in names] == []
+    public = {name for name in vars(unisono.DataParallel) if not name.startswith("_")} - {"forward", "extra_repr"}
+    assert public - names - of_torch == set()
+    assert set(parsers()[1]) <= names
+
+
+def test_the_form_of_reports_and_the_page_of_security() -> None:
+    """A vulnerability has no public first contact; what the form asks to run is there."""
+    form = (ROOT / ".github" / "ISSUE_TEMPLATE" / "report.yml").read_text(encoding="utf-8")
+    assert "SECURITY.md" in form
+    for command in re.findall(r"`unisono ([^`]*)`", form):
+        parsers()[0].parse_args(shlex.split(command))
+    assert "Do not open a public issue." in (ROOT / "SECURITY.md").read_text(encoding="utf-8")
 
 
 def test_every_field_on_the_api_pages_has_an_entry_of_its_own_with_a_type() -> None:
@@ -678,6 +797,9 @@ def classes_in(hint: object) -> set[type]:
         ("断点续训", "processes-and-errors"),
         ("多进程", "processes-and-errors"),
         ("报错", "processes-and-errors"),
+        ("验证", "verify"),
+        ("不改代码", "run"),
+        ("不同", "differences"),
     ],
 )
 def test_a_word_of_the_field_is_on_its_chinese_page(built, words, page):

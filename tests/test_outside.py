@@ -263,7 +263,7 @@ def handlers_in_c(wrap: Wrap) -> None:
 
 # ---- the exceptions, and what is none --------------------------------------------------------------------
 
-# docs/architecture.md, "Torch and Python stay as they are": inert kernels on a dispatch key that nothing else uses.
+# docs/rules.md, "Torch and Python stay as they are": inert kernels on a dispatch key that nothing else uses.
 KERNELS = (
     *("._dispatch_cache (entries)", ".non_fallthrough_keys", "torch.library._impls (entries)"),
     "torch._ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS (entries)",

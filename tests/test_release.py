@@ -28,7 +28,7 @@ def test_the_description_on_an_index_has_no_relative_link():
     for each in PYPROJECT["tool"]["hatch"]["metadata"]["hooks"]["fancy-pypi-readme"]["substitutions"]:
         text = re.sub(each["pattern"], each["replacement"], text)
     assert not re.search(r"\]\((?!http)", text)
-    assert "- Error messages: message, cause, fix" in text
+    assert "From DDP · Error messages ·" in text
 
 
 def test_the_changelog_keeps_its_form():

@@ -1,4 +1,4 @@
-"""Other people's libraries, unmodified, on two CPU replicas; what `make clients` writes into docs/test-records.md.
+"""Other people's libraries, unmodified, on two CPU replicas; what `make clients` writes into docs/libraries.md.
 
 Each file is about the library in its name, and is skipped where that is not installed. Models are small and random, and
 data is invented: nothing is downloaded. The oracle is the same library's code with the plain module. With `--table
@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 import unisono
-from helpers.page_tables import write_table
+from helpers.page_tables import run_line, write_table
 from unisono.scripts.install import Installation
 
 os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", HF_DATASETS_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
@@ -86,7 +86,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     page: Path | None = config.getoption("--table", None)
     if page is not None and (items := config.stash.get(_ITEMS, [])):
-        write_table(page, "make clients", _table(items, terminalreporter.stats))
+        write_table(page, "make clients", _table(items, terminalreporter.stats) + run_line())
 
 
 def _table(items: Sequence[pytest.Item], stats: Mapping[str, Sequence[Any]]) -> str:

@@ -1,6 +1,6 @@
 """Run the code of the pages of launchers with Slurm, Open MPI, Ray, Monarch and others on this machine, into a table.
 
-    python -m clusters                      # all that is installed; writes the table of docs/test-records.md
+    python -m clusters                      # all that is installed; writes the table of docs/launchers.md
     python -m clusters --only slurm         # one launcher; several: --only slurm --only mpi
     python -m clusters --list               # the launchers, and what is missing here
     python -m clusters --no-install         # install no Debian packages, also where it may
@@ -12,7 +12,7 @@ Debian packages that are missing are installed with apt-get where this runs as r
 printed. A launcher that is not there is skipped, and the table says so. Daemons are started for these checks only, from
 a temporary folder, and end with them, also after Ctrl-C. Nothing of the system's own Slurm is touched.
 
-clusters-results.md gets the table and the log of every command. The table in docs/test-records.md is written by a run
+clusters-results.md gets the table and the log of every command. The table in docs/launchers.md is written by a run
 of everything, so not with --only. The exit status is 0 if nothing has failed, 1 otherwise, and 130 after Ctrl-C.
 """
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-RECORDS = ROOT / "docs" / "test-records.md"  # has the table of what was run
+RECORDS = ROOT / "docs" / "launchers.md"  # has the table of what was run
 
 
 def block(page: str, heading: str = "", number: int = 0) -> str:

@@ -1,4 +1,4 @@
-"""The table of what was run, for docs/test-records.md, and the log beside it."""
+"""The table of what was run, for docs/launchers.md, and the log beside it."""
 
 import platform
 import sys
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from helpers.page_tables import write_table
+from helpers.page_tables import run_line, write_table
 
 _HEAD = "| launcher | what was run | outcome | seconds |\n|---|---|---|---|\n"
 FAILED = "FAILED: "
@@ -44,4 +44,4 @@ def write_results(path: Path, rows: Sequence[Row], logs: Mapping[str, Sequence[s
 
 def write_into_page(page: Path, rows: Sequence[Row]) -> None:
     """Replace the table in a page."""
-    write_table(page, "make clusters", table(rows))
+    write_table(page, "make clusters", table(rows) + run_line())

@@ -12,6 +12,7 @@ from pathlib import Path
 from compat.environment import ROOT, program
 from compat.pythons import Python
 from compat.table import Row
+from helpers.page_tables import commit
 
 
 def run_suite(folder: Path, python: Python, left_out: Sequence[str], options: Sequence[str], logs: Path) -> Row:
@@ -45,7 +46,9 @@ def run_suite(folder: Path, python: Python, left_out: Sequence[str], options: Se
     how = "" if ended else f"pytest ended with status {running.returncode}"
     failed = counts.get("failed", 0) + counts.get("error", 0)
     today = datetime.datetime.now(datetime.UTC).date()
-    row = Row(str(python), torch, counts.get("passed", 0), failed, counts.get("skipped", 0), left_out, today, how)
+    row = Row(
+        str(python), torch, counts.get("passed", 0), failed, counts.get("skipped", 0), left_out, today, how, commit()
+    )
     print(f"{row}\nThe whole output: {log.relative_to(ROOT) if log.is_relative_to(ROOT) else log}", flush=True)
     return row
 

@@ -5,7 +5,7 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
-_HEAD = "| Python | torch | passed | failed | skipped | date |\n|---|---|---|---|---|---|\n"
+_HEAD = "| Python | torch | passed | failed | skipped | date | commit |\n|---|---|---|---|---|---|---|\n"
 
 
 class Row(NamedTuple):
@@ -19,11 +19,13 @@ class Row(NamedTuple):
     left_out: Sequence[str]
     date: datetime.date
     how: str = ""
+    commit: str = "not recorded"
 
     def __str__(self) -> str:
+        run = f"{self.date} | {self.commit}"
         failed = f"{self.failed:,}" + f"; {self.how}" * bool(self.how)
         skipped = f"{self.skipped:,}" + f"; without {', '.join(self.left_out)}" * bool(self.left_out)
-        return f"| {self.python} | {self.torch} | {self.passed:,} | {failed} | {skipped} | {self.date} |"
+        return f"| {self.python} | {self.torch} | {self.passed:,} | {failed} | {skipped} | {run} |"
 
 
 def updated(table: str, rows: Sequence[Row]) -> str:

@@ -13,10 +13,10 @@ batch, weights and allocator setting (unisono.keep_freed_memory). They take turn
 {rounds} each, while the others sleep. The time of a turn is the lower quartile of its steps; the time of a contender is
 the lower quartile of its turns; its range is from the fastest turn to the upper quartile. `plain` is the module alone
 on all cores. `limit` is one process for each replica, with its rows (samples) of the batch and no communication:
-nothing can be faster. `ddp` is torch's DistributedDataParallel over gloo, one process for each replica, with
-gradient_as_bucket_view. `unisono, threads` is unisono.DataParallel, started with OMP_WAIT_POLICY={wait_policy};
-`unisono, torchrun` is the same line with one process for each replica. Memory is the peak of all processes of a
-contender together ({memory_kind}), while those of the others exist."""
+no other contender with a process for each replica can be faster. `ddp` is torch's DistributedDataParallel over gloo,
+one process for each replica, with gradient_as_bucket_view. `unisono, threads` is unisono.DataParallel, started with
+OMP_WAIT_POLICY={wait_policy}; `unisono, torchrun` is the same line with one process for each replica.
+Memory is the peak of all processes of a contender together ({memory_kind}), while those of the others exist."""
 
 
 def document(results: Results, *, picture: bool) -> str:
