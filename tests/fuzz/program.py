@@ -71,7 +71,8 @@ class Program(_PrintedAsPython):
         runs_again = self.parts > 1 or self.rescue
         of_outputs = ("Both are outputs of the module",) if runs_again or self.outputs in _ONE_NUMBER else ()
         in_a_mode = "batch norm" in self.traits and any(step.action == "backward_in_a_mode" for step in self.steps)
-        of_modes = ("a dispatch or function mode around backward",) if in_a_mode else ()  # replicas exchange values
+        # Replicas, and ranks, exchange values.
+        of_modes = ("a dispatch or function mode around backward", "while a mode is active") if in_a_mode else ()
         # A parameter that `load_state_dict(assign=True)` has replaced, and that a dict still has, in two wrappers.
         is_left = "containers" in self.traits and self.wraps in ("twice", "both")
         of_left = ("computed outside forward and requires grad",) if is_left else ()
