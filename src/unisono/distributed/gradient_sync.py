@@ -350,7 +350,7 @@ class SyncContext:
         Args:
             plan: that of the buckets in which the gradients come; None: they come all at once.
         """
-        return AllReduce(self, tensors, node, plan) if self.synchronised else LocalAccumulation(self, tensors, node)
+        return OverAllRanks(self, tensors, node, plan) if self.synchronised else LocalAccumulation(self, tensors, node)
 
     def sum(self, tensors: Sequence[torch.Tensor], node: Any, gradients: Gradients) -> Gradients:
         """Return the sums over the ranks of the gradients of `tensors`, in the running backward of `node`."""
@@ -446,7 +446,7 @@ class RankReduction(abc.ABC):
         return [n for n, (t, (node, _)) in enumerate(nodes) if t.is_leaf and engine.backward_runs(node)]
 
 
-class AllReduce(RankReduction):
+class OverAllRanks(RankReduction):
     """The sum over the ranks; None for a tensor that no rank used."""
 
     def __init__(

@@ -20,7 +20,7 @@ from collections.abc import Callable
 
 from unisono.plan.links import Cluster, Link
 
-AllReduce = Callable[[Cluster, int, float], float]
+AllReduceTime = Callable[[Cluster, int, float], float]
 
 
 def ring(cluster: Cluster, num_devices: int, num_bytes: float) -> float:
@@ -80,7 +80,7 @@ def halving_doubling(link: Link, num_devices: int, num_bytes: float) -> float:
     return steps_s + 2 * (paired - 1) / paired * num_bytes / link.bandwidth_bytes_per_s + folding_s
 
 
-ALGORITHMS: dict[str, AllReduce] = {"ring": ring, "tree": tree, "two-level": two_level}
+ALGORITHMS: dict[str, AllReduceTime] = {"ring": ring, "tree": tree, "two-level": two_level}
 
 
 def _flat_ring(link: Link, num_devices: int, num_bytes: float) -> float:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from unisono.plan.allreduce import ALGORITHMS, AllReduce
+from unisono.plan.allreduce import ALGORITHMS, AllReduceTime
 from unisono.plan.links import Cluster
 
 MOST_DEVICES = 1024
@@ -112,7 +112,7 @@ def predict(
     return min(tried, key=lambda one: (one.step_s, one.communication_s))
 
 
-def _predict(step: StepCost, cluster: Cluster, num_devices: int, name: str, all_reduce: AllReduce) -> Prediction:
+def _predict(step: StepCost, cluster: Cluster, num_devices: int, name: str, all_reduce: AllReduceTime) -> Prediction:
     sizes = step.buckets()
     seconds = {size: all_reduce(cluster, num_devices, size) for size in set(sizes)}
     reduce_s = [seconds[size] for size in sizes]

@@ -28,7 +28,12 @@ from unisono.distributed.process_group import AllGatherWork, Communicator, RankD
 from unisono.runtime import devices as _devices
 from unisono.runtime.errors import log_once
 from unisono.runtime.streams import current_stream
-from unisono.sync_batch_norm.function_mode import Gradients, ReplicaStatistics, combine_statistics, sum_gradients
+from unisono.sync_batch_norm.function_mode import (
+    ReplicaStatistics,
+    StatisticsGradients,
+    combine_statistics,
+    sum_gradients,
+)
 from unisono.sync_batch_norm.kernels import KernelStatistics
 from unisono.sync_batch_norm.statistics import Statistics
 
@@ -113,7 +118,7 @@ class CrossProcessAllGather:
             rows = sum(part.rows for part in values.values())
             return dict(enumerate(self._forward(name, values, rows, stream)))
         parts = self._backward(name, sum_gradients(values))
-        return {rank: Gradients(part, first.weighted, stream) for rank, part in enumerate(parts)}
+        return {rank: StatisticsGradients(part, first.weighted, stream) for rank, part in enumerate(parts)}
 
     def end_forward(self) -> list[float]:
         """Return the weights of all processes after a forward that no backward follows; none if it had no exchange."""
@@ -149,7 +154,7 @@ class CrossProcessAllGather:
         rows_of = [0 if step is None else int(step.rows) for step in steps]
         return [ReplicaStatistics(each, rows, stream) for each, rows in zip(found, rows_of, strict=True)]
 
-    def _backward(self, name: str, of: Gradients) -> list[torch.Tensor]:
+    def _backward(self, name: str, of: StatisticsGradients) -> list[torch.Tensor]:
         """Return every process's gradients, scaled for this process if `of`, this process's, are weighted."""
         mine = of.tensor if self._weight else torch.zeros_like(of.tensor)
         # As long as what is sent in forward: gloo ends a process that is sent more than it expects, when all that is

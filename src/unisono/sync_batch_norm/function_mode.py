@@ -111,7 +111,7 @@ class ReplicaStatistics:
 
 
 @dataclass(frozen=True)
-class Gradients:
+class StatisticsGradients:
     """One replica's part of what the gradient of its rows needs of all: gradients of mean and variance, or sums.
 
     `weighted` matters between processes (across_processes.py): whether they are summed with the weights of the
@@ -286,12 +286,12 @@ def statistics_of(x: torch.Tensor, eps: float, *, kernels: bool = True) -> Stati
     return Statistics.of(x)
 
 
-def sum_gradients(gradients: Mapping[int, Gradients]) -> Gradients:
+def sum_gradients(gradients: Mapping[int, StatisticsGradients]) -> StatisticsGradients:
     """Return the sum of all gradients, in the order given, on the device of the first."""
     first = next(iter(gradients.values()))
     device = first.tensor.device
     total = torch.stack([_devices.moved_to(each.here(), device) for each in gradients.values()]).sum(0)
-    return Gradients(total, first.weighted, current_stream(device))
+    return StatisticsGradients(total, first.weighted, current_stream(device))
 
 
 def combine_statistics(parts: Mapping[int, ReplicaStatistics], device: torch.device) -> Statistics | KernelStatistics:
@@ -355,7 +355,7 @@ class _AllReduce(torch.autograd.Function):
         replica_pass = of.identity.pass_of(of.index)
         if replica_pass is None:
             raise RuntimeError(_NOT_RUNNING_TOGETHER)
-        mine = Gradients(tensor.detach(), of.weighted, current_stream(tensor.device))
+        mine = StatisticsGradients(tensor.detach(), of.weighted, current_stream(tensor.device))
         request = Request(StatisticsOfBatchNorm, of.name, mine, of.number)
         result = replica_pass.exchange.all_gather(of.index, request)
         ctx.of = replace(of, number=result.number, weighted=not of.weighted)
