@@ -328,7 +328,7 @@ def program(*, each_act: bool) -> dict[str, list[str]]:
 
 @pytest.mark.only_on("linux", because="reads the system's handlers as glibc has them")
 def test_torch_and_python_stay_as_they_are() -> None:
-    """R17, F3: but for a function that is called when the program ends, which an import registers."""
+    """R17, F3: but for what an import registers: a function that is called when the program ends, and overloads."""
     here = Path(__file__)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, str(here.parent)])}
     command = [sys.executable, str(here)]
