@@ -82,7 +82,8 @@ def _of_record(run: dict[str, Any]) -> Run:
     failed, not_run = (
         f"{run[key]:,}" + (f": {run[f'{key}_why']}" if run[f"{key}_why"] else "") for key in ("failed", "not_run")
     )
-    commit = run["commit"] or f"not recorded; record: {run['record']}"
+    record, _, date = run["record"].partition(", ")
+    commit = f"{run['commit'] or f'not recorded (record: {record})'}, {date}"
     return Run(run["on"], run["command"], run["python"], run["torch"], f"{run['passed']:,}", failed, not_run, commit)
 
 

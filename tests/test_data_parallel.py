@@ -181,6 +181,12 @@ def test_without_accelerators_it_is_the_plain_module(no_accelerators, caplog, de
     assert caplog.text.count("no accelerator") == 1
 
 
+def test_rescue_with_one_device_says_that_it_does_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """F11"""
+    DataParallel(nn.Linear(5, 2), ["cpu"], rescue=True)
+    assert "rescue=True does nothing with one device (cpu), where the plain module runs: give parts=2" in caplog.text
+
+
 def test_one_device_is_a_direct_call(sim):
     """A3: the module is moved there and called itself, inputs follow, 0-dim outputs stay 0-dim."""
     module = Reporter()

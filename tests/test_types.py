@@ -1,6 +1,7 @@
 """What type checkers and subscripts see of the public names: at least as much as of torch's."""
 
 import copy
+import importlib.metadata
 import inspect
 import pickle
 import subprocess
@@ -33,6 +34,11 @@ def test_type_checkers_accept_and_reject() -> None:
 def test_the_typed_program_runs() -> None:
     ended = run_script(PROGRAM.read_text())
     assert ended.returncode == 0, ended.stderr
+
+
+def test_torch_needs_what_the_types_need() -> None:
+    """`typing_extensions` is imported, and declared by torch alone."""
+    assert any(each.startswith("typing-extensions") for each in importlib.metadata.requires("torch") or [])
 
 
 class Own(unisono.DataParallel[nn.Linear]):

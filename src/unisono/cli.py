@@ -56,7 +56,7 @@ examples:
   unisono devices               list this machine's devices, and which are free
   unisono watch                 show load, memory and processes, live
   unisono bench train:build     find the fastest number of replicas for your model here
-  unisono plan train:build      predict how far your model will scale, up to 1,024 devices
+  unisono plan train:build      predict how far your model will scale, on more devices
   unisono train                 train ResNet-18 on handwritten digits, on all devices
   unisono train --help          list all options of a command
 """

@@ -51,6 +51,7 @@ from unisono.wrapper import Wrapper, accept_clean_names, of_wrapper
 M = TypeVarWithDefault("M", bound=nn.Module, default=Any)
 B = TypeVar("B")
 Out = TypeVar("Out")
+_NO_RESCUE = "rescue=True does nothing with one device ({device}), where the plain module runs: give parts=2, or more"
 
 
 class DataParallel(Wrapper, nn.DataParallel[M]):
@@ -87,7 +88,8 @@ class DataParallel(Wrapper, nn.DataParallel[M]):
             training; the same numbers within float rounding. `rescue=True` finds the number by itself.
         rescue: whether a step in which a replica runs out of memory is run again with that replica's shard in parts,
             each computed once more in backward, so that only one part's activations are in memory. Gradients are the
-            same within float rounding. How many rows fit is logged and remembered.
+            same within float rounding. How many rows fit is logged and remembered. On one device, where the plain
+            module runs, it does nothing: give `parts`.
         timeout: after how many seconds without progress a wait for a replica ends in `ReplicaTimeout`, which has the
             Python stack of the stuck replica; progress is any part of its work that a replica has finished.
             None: never. Choose more than the whole forward, or backward, of the slowest replica can take. The first
@@ -207,6 +209,8 @@ class DataParallel(Wrapper, nn.DataParallel[M]):
             log_once(ways.NO_ACCELERATOR)
         elif len(devices) == 1:
             module.to(devices[0])
+            if rescue and communicator is None:
+                log_once(_NO_RESCUE.format(device=devices[0]))
         if communicator is not None:
             gradient_sync = GradientSync(communicator, devices[0], loss)
             gradient_sync.sync_module_states(module)

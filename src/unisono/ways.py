@@ -172,7 +172,7 @@ def _on_the_module(wrapper: Wrapper, method: str | None, inputs: tuple[Any, ...]
 
 
 def _is_alone(options: Options, method: str | None, is_compiling: bool) -> bool:
-    """Return whether one device gets all rows: there is no other, or it is the fastest and no time is needed."""
+    """Return whether the plain module runs: there is no other device, or the first is fastest and no time is needed."""
     if options.parts > 1:
         return False
     if len(options.devices) == 1:
@@ -348,8 +348,8 @@ def plan_of(
     if pool is not None and inside_replica():  # the pool is for one step
         counts_as = has_several, method, arguments.flags, (tracked, pool.blueprint.root.training, replica_path())
     rules = part_rules = options.rules(memory.warnings)
-    is_only = in_ranks and len(options.devices) == 1
-    if is_only:  # as with one device alone: outputs are not joined, and 0-dim ones stay 0-dim
+    is_rank_of_one = in_ranks and len(options.devices) == 1
+    if is_rank_of_one:  # as with one device alone: outputs are not joined, and 0-dim ones stay 0-dim
         rules = OutputRules(options.dim, None, options.scalars)
     # These have something to be done around backward, or run it again.
     has_more = bool(options.rescue or options.parts > 1 or options.sync_batch_norm)
@@ -370,7 +370,7 @@ def plan_of(
         rescue=options.rescue,
         timeout_s=options.timeout,
         is_timed=is_timed,
-        in_one_graph=is_only and tracked and not has_more,
+        in_one_graph=is_rank_of_one and tracked and not has_more,
         has_several=has_several,
         carries_objects=carries_objects(arguments),
         structure=structure,

@@ -801,6 +801,39 @@ def test_a_profile_shows_the_backward_of_a_step_and_the_sum(rank: int, options: 
     assert timeline.current_step() is None
 
 
+@case(ONE)
+def test_a_backward_that_fails_is_none_of_a_profiles_passes(rank: int, options: dict) -> None:
+    """C1: one for given tensors, after which the ranks go on."""
+    model, _ = twins(perceptron, **options)
+    x, *_ = data(rank)
+    hook = model.module.register_forward_hook(lambda _, __, output: output.register_hook(divided_by_zero) and None)
+    with model.profile() as profile:
+        with pytest.raises(ZeroDivisionError):
+            torch.autograd.grad(model(x).sum(), [*model.parameters()])
+        hook.remove()
+        model(x).sum().backward()
+    assert [[span.phase for span in each.passes] for each in profile.steps()] == [["forward"], ["forward", "backward"]]
+    assert timeline.current_step() is None
+
+
+@case()
+def test_a_backward_that_fails_inside_no_sync_is_this_ranks_own(rank: int, options: dict) -> None:
+    """C2, C12: nothing is sent there, so no other rank waits, and the next step goes on."""
+    model, oracle = twins(perceptron, **options)
+    x, *_ = data(rank)
+    hook = model.module.register_forward_hook(lambda _, __, output: output.register_hook(divided_by_zero) and None)
+    with model.no_sync(), pytest.raises(ZeroDivisionError):
+        model(x).sum().backward()
+    hook.remove()
+    for each, x, y in both(rank, model, oracle):
+        step(each, x, y)
+    assert_same_gradients(model.module, oracle, 1e-12, 1e-14)
+
+
+def divided_by_zero(grad: torch.Tensor) -> torch.Tensor:
+    return grad / (1 // 0)
+
+
 class Carries(nn.Module):
     """Keeps a state with its history from one forward to the next, as a recurrent net does, and more."""
 

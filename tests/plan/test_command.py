@@ -134,7 +134,10 @@ def test_the_help_is_plain_ascii(capsys: pytest.CaptureFixture[str]):
             [*STEP, "--between", "ethernet"],
             "expected a latency and a bandwidth, such as 10us,25Gbit/s, or one of",
         ),
-        ([*STEP, "--between", "25gbe"], "--between is not used: all 8 devices are in one machine; add --devices 64"),
+        (
+            [*STEP, "--between", "25gbe"],
+            "add --devices 64: --between is not used, because all 8 devices are in one",
+        ),
         ([*STEP, "--devices", "2048"], "--devices: expected a whole number from 2 to 1024; got '2048'"),
         ([*STEP, "--devices-per-machine", "0"], "--devices-per-machine: expected a whole number from 1 up; got '0'"),
         ([*STEP, "--all-reduce", "butterfly"], "invalid choice: 'butterfly'"),

@@ -264,7 +264,7 @@ def test_a_deep_copy_is_as_the_wrapper_was_made() -> None:
 def test_a_pickle_is_torchs_in_both_directions(tmp_path: Path) -> None:
     """X4: a plain program loads torch's wrapper, without unisono; and what it saves is unisono's here."""
     with unisono.install(CPUS):
-        model = nn.DataParallel(nn.Linear(5, 2))
+        model = nn.DataParallel[nn.Linear](nn.Linear(5, 2))
         torch.save(model, tmp_path / "made_here.pt")
         torch.save([model, model], tmp_path / "twice.pt")
         first, second = torch.load(tmp_path / "twice.pt", weights_only=False)

@@ -75,13 +75,14 @@ class OneGraph:
             if collector.running(number) is not None:
                 return
             began, keeps = time.perf_counter(), engine.backward_keeps_graph()
-            is_recorded = self._step is not None and self._step.is_open
-            end_recording = timeline.begin_backward(self._step) if is_recorded else None  # type: ignore[arg-type]
+            recorded = None
+            if self._step is not None and self._step.is_open:
+                recorded = timeline.RecordedBackward(self._step)
 
             def end() -> None:
                 collector.backwards.pop(number, None)
-                if end_recording is not None:
-                    end_recording()
+                if recorded is not None:
+                    recorded.end()
                 self._timing.backward_s = time.perf_counter() - began
                 if not keeps:
                     self._on_release()

@@ -493,7 +493,16 @@ class OverAllRanks(RankReduction):
 
 
 class LocalAccumulation(RankReduction):
-    """In no_sync(): this rank's own gradients, multiplied by the number of ranks. All come at once."""
+    """In no_sync(): this rank's own gradients, multiplied by the number of ranks. All come at once.
+
+    No other rank waits for them: a failure is this one's.
+    """
+
+    def failed(self, error: BaseException) -> None:
+        pass
+
+    def left(self) -> None:
+        pass
 
     def send(self, rest: Sequence[torch.Tensor | None]) -> Wait:
         return partial(self._scaled, rest)

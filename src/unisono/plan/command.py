@@ -2,6 +2,7 @@
 
 import argparse
 import functools
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +114,8 @@ def run(given: dict[str, Any]) -> int:
     inside, between = (given.get(name, parse_link(_DEFAULTS[name])) for name in ("inside", "between"))
 
     target, disturbance, origin = given.get("target"), "", "as given"
+    if target is None or "devices_per_machine" in given:  # else the measured device tells how many are in a machine
+        _check_between(given, most, num_machine)
     title = f"How far will {target or 'it'} scale? An upper bound"
     if target is None:
         step = _described_step(given, bucket_bytes)
@@ -130,11 +133,7 @@ def run(given: dict[str, Any]) -> int:
             f"--bucket {bucket_bytes:g}B makes {num_buckets:,.0f} buckets of {step.gradient_bytes / 1e6:g} MB: "
             f"expected {MOST_BUCKETS:,} at most"
         )
-    if "between" in given and num_machine >= most:
-        raise OptionError(
-            f"--between is not used: all {most} devices are in one machine; add --devices "
-            f"{min(8 * num_machine, MOST_DEVICES)}"
-        )
+    _check_between(given, most, num_machine)
     cluster = Cluster(inside, between, num_machine)
     plan = ScalingPlan(
         step, cluster, given.get("all_reduce", BEST), given.get("strong", False), most, origin, disturbance
@@ -152,6 +151,14 @@ def run(given: dict[str, Any]) -> int:
     print(f"{title}\n\n{plan.assumptions()}\n\n{plan.to_table()}\n\n{plan.conclusion()}\n")
     print(f"{where_it_is}; the table is in {output / 'plan.md'}")
     return DONE
+
+
+def _check_between(given: Mapping[str, Any], most: int, num_machine: int) -> None:
+    """Raise OptionError if a link between machines is given, and all devices are in one."""
+    if "between" in given and num_machine >= most:
+        more = min(8 * num_machine, MOST_DEVICES)
+        remedy = f"add --devices {more}" if more > num_machine else "leave --between out"
+        raise OptionError(f"{remedy}: --between is not used, because all {most} devices are in one machine")
 
 
 def _described_step(given: dict[str, Any], bucket_bytes: float) -> StepCost:

@@ -98,7 +98,8 @@ class ScalingPlan:
         first_bad = self.predictions[self.counts.index(good_for) + 1]
         said = f"Efficiency stays above 90 % up to {good_for:,} devices; beyond that,"
         if good_for == 1:
-            said = f"Efficiency is only {percent(first_bad.efficiency)} on 2 devices;"
+            shown = percent(first_bad.efficiency)
+            said = f"Efficiency is {'just below' if shown == '90 %' else 'only'} {shown} on 2 devices;"
         what, better = self._limit(first_bad.num_devices)
         helped = better.good_up_to() if better is not None else good_for
         remedy = f" If that were twice as good, efficiency would stay above 90 % up to {helped:,} devices."
@@ -106,6 +107,8 @@ class ScalingPlan:
             remedy = " Twice as good would not be enough." if better is not None else ""
         fastest = max(self.predictions, key=lambda one: one.num_devices * one.efficiency).num_devices
         peak = "" if fastest == self.most else f" More than {fastest:,} devices are slower than {fastest:,}."
+        if fastest == 1:
+            peak = " One device is faster than several."
         return f"{said} {what} limits it.{remedy}{peak} {_UPPER_BOUND}"
 
     def _limit(self, num_devices: int) -> tuple[str, "ScalingPlan | None"]:

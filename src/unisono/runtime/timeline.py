@@ -19,6 +19,7 @@ Guarantees
 
 import contextlib
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -40,7 +41,7 @@ recording: set[object] = set()  # what is open in this process that records
 _HOST = DeviceClock(torch.device("cpu"))
 
 # `step`: the one whose pass this thread runs, unless it is in a replica; `track`: where this thread is recorded;
-# `end_backward`: ends what `begin_backward` has begun.
+# `backward`: refers to the `RecordedBackward` that runs.
 _thread = threading.local()
 
 
@@ -276,24 +277,30 @@ def one_backward_of(timings: Sequence[ReplicaTiming]) -> Iterator[None]:
             track.leave()
 
 
-def begin_backward(step: StepRecording) -> Callable[[], None]:
-    """Record the calling thread as in the backward of a step, until the function that is returned is called.
+class RecordedBackward:
+    """Records the calling thread as in the backward of a step, from now on until `end`.
 
-    Where one backward reaches several steps, each is recorded until the next one begins.
+    Where one backward reaches several steps, each is recorded until the next one begins. One that is dropped without
+    `end` has failed: it is not one of the passes.
     """
-    end_before: Callable[[], None] | None = getattr(_thread, "end_backward", None)
-    if end_before is not None:
-        end_before()
-    recorded = step.recorded(BACKWARD, BACKWARD)
-    recorded.__enter__()
 
-    def end() -> None:
-        if getattr(_thread, "end_backward", None) is end:
-            _thread.end_backward = None
-            recorded.__exit__(None, None, None)
+    def __init__(self, step: StepRecording) -> None:
+        if (before := _running_backward()) is not None:
+            before.end()
+        self._recorded = step.recorded(BACKWARD, BACKWARD)
+        self._recorded.__enter__()
+        _thread.backward = weakref.ref(self)
 
-    _thread.end_backward = end
-    return end
+    def end(self) -> None:
+        """Note that the backward has ended, unless the next one has begun."""
+        if _running_backward() is self:
+            del _thread.backward
+            self._recorded.__exit__(None, None, None)
+
+
+def _running_backward() -> RecordedBackward | None:
+    before: weakref.ref[RecordedBackward] | None = getattr(_thread, "backward", None)
+    return None if before is None else before()
 
 
 def mark(phase: str) -> None:

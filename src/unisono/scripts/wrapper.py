@@ -147,6 +147,7 @@ class DataParallel(OwnDataParallel[M], metaclass=_NamedAsTorchs):
 
     def __getstate__(self) -> dict[str, Any]:
         state = {name: value for name, value in self.__dict__.items() if name not in self._own_names}
+        state.pop("__orig_class__", None)  # of `DataParallel[Net](net)`: the class may not be there when it is loaded
         hooks = state["_load_state_dict_pre_hooks"].items()
         state["_load_state_dict_pre_hooks"] = OrderedDict(
             (number, hook) for number, hook in hooks if getattr(hook, "hook", hook) is not accept_clean_names
