@@ -7,6 +7,7 @@ function shown(text, row, words, section) {
 function filtered(place) {
   const table = [...document.querySelectorAll("table")].find((each) => each.rows.length > 100);
   const rows = [...table.tBodies[0].rows];
+  table.dataset.cases = "";  // for site.css
   const input = Object.assign(document.createElement("input"), { type: "search", placeholder: "words of a case" });
   const select = document.createElement("select");
   const count = document.createElement("output");
