@@ -317,7 +317,8 @@ def _numbers(row: Row) -> tuple[str, str, str, str]:
 
 def _counted(rows: Sequence[Row], what: str) -> str:
     differ, unjudged = sum(row.differs for row in rows), sum(not row.judged for row in rows)
-    parts = [f"{differ} of which differ"] * bool(differ) + [f"{unjudged} of which are not judged"] * bool(unjudged)
+    differing = f"{differ} of which {'differs' if differ == 1 else 'differ'}"
+    parts = [differing] * bool(differ) + [f"{unjudged} of which are not judged"] * bool(unjudged)
     verdict = ", ".join(parts) or "all the same"
     return f"{len(rows)} more {what}{'s' * (len(rows) > 1)}, {verdict}"
 
