@@ -801,6 +801,7 @@ def test_a_profile_shows_the_backward_of_a_step_and_the_sum(rank: int, options: 
     assert timeline.current_step() is None
 
 
+@pytest.mark.skipif(not ON_CPU, reason="recorded accelerators have a boundary, whose failed backward ends the training")
 @case(ONE)
 def test_a_backward_that_fails_is_none_of_a_profiles_passes(rank: int, options: dict) -> None:
     """C1: one for given tensors, after which the ranks go on."""
