@@ -32,9 +32,9 @@ class Recorded(NamedTuple):
             checkpoint have begun in forward, or in one that runs at the same time.
     """
 
-    num_nodes: tuple[int, ...] = ()
-    has_hooks: bool = False
-    has_reentrant_checkpoint: bool = False
+    num_nodes: tuple[int, ...]
+    has_hooks: bool
+    has_reentrant_checkpoint: bool
 
 
 class GraphSearch:

@@ -115,7 +115,6 @@ for _stand_ins in (while_replicas_run, _while_one_replica_runs):
 _CATCHING_HAS_FILTERS = bool(getattr(sys.flags, "context_aware_warnings", False)) and hasattr(warnings, "_set_context")
 
 
-_NOTHING_RECORDED = Recorded()
 _collector = attrgetter("collector")
 
 
@@ -201,7 +200,7 @@ class Step:
         self._step = timeline.current_step() if timeline.recording else None
         self._buffers_in_backward: BuffersInBackward | None = None
         self._writes: SharedWrites | None = None
-        self._recorded = _NOTHING_RECORDED
+        self._recorded: Recorded  # by the replicas, in forward
         self._reached: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.timings = [*map(ReplicaTiming, call.plan.devices, call.plan.sizes)]
 

@@ -181,9 +181,8 @@ class Outputs:
             if rule != "stack":
                 return Group(given, WeightedSum(self._weights(path, rule, len(given))), path)
             if self._warnings is not None:
-                self._warnings.give(
-                    _STACKED, f"scalars, gradient {first.requires_grad}"
-                )  # also above a failing backward
+                # Once without gradients and once with them: then it is also above the error of a backward.
+                self._warnings.give(_STACKED, f"scalars, gradient {first.requires_grad}")
             return Group(given, Stack(), path)
         if not -first.ndim <= axis < first.ndim:
             raise ValueError(
