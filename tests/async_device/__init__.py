@@ -124,6 +124,7 @@ def _module() -> types.ModuleType:
         "set_rng_state": lambda state, device=None: generators[_index(device)].set_state(state),
         "get_amp_supported_dtype": lambda: [torch.float16, torch.bfloat16],
         "is_bf16_supported": lambda: True,
+        "is_current_stream_capturing": lambda: C.is_capturing(C.current_device()),
         "get_device_name": lambda device=None: NAME,
         "get_device_properties": lambda device=None: types.SimpleNamespace(
             name=NAME, total_memory=C.settings()["QUEUED_MEMORY_MIB"] << 20, uuid=f"{NAME}-{_index(device)}"

@@ -28,7 +28,7 @@ FOLDER = Path(__file__).with_name("csrc")
 # What is compiled together. Most of the time goes into torch's headers, read once for each unit: two units, for two
 # cores, take half the processor time of one for each file.
 UNITS = [
-    ["streams", "guard", "memory", "hooks", "module", "autocast"],
+    ["streams", "graphs", "guard", "memory", "hooks", "module", "autocast"],
     ["tensors", "fallback", "copies", "operations", "sparse"],
 ]
 INCLUDE = Path(torch.__file__).with_name("include")

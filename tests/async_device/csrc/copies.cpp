@@ -7,6 +7,7 @@
 #include <thread>
 
 #include "copies.h"
+#include "graphs.h"
 #include "memory.h"
 #include "tensors.h"
 
@@ -73,6 +74,7 @@ void copy_from_host(const Tensor& from, const Tensor& to, bool non_blocking) {
   int device = to.device().index();
   HostAliases aliases;
   bool pinned = is_pinned(from);  // else it is read before the call returns, not in the order of the stream
+  if (!pinned) refuse_if_capturing(device, kPageableInCapture);
   put_copy(current_queue(device), aliases.of(to), pinned ? aliases.of(from) : from.clone());
   if (!non_blocking) wait_for_host(device);
   else if (pinned) keep_pinned_memory(from, current_queue(device));
@@ -81,6 +83,7 @@ void copy_from_host(const Tensor& from, const Tensor& to, bool non_blocking) {
 void copy_to_host(const Tensor& from, const Tensor& to, bool non_blocking) {
   int device = from.device().index();
   HostAliases aliases;
+  if (!is_pinned(to)) refuse_if_capturing(device, kPageableInCapture);
   put_copy(current_queue(device), aliases.of(to), aliases.of(from));
   if (non_blocking && is_pinned(to)) keep_pinned_memory(to, current_queue(device));
   else wait_for_host(device);  // into pageable memory, whatever is asked for

@@ -16,6 +16,7 @@
 #include <cstdio>
 #include <set>
 
+#include "graphs.h"
 #include "hooks.h"
 #include "sparse.h"
 #include "tensors.h"
@@ -252,6 +253,7 @@ class Call {
   Stack host_arguments(bool at_once) {
     auto to_host = [&](const Tensor& tensor) -> Tensor {
       if (!tensor.defined() || is_on_device(tensor)) return aliases_.of(tensor);
+      if (!is_scalar_of_host(tensor)) refuse_if_capturing(device_, kPageableInCapture);
       return as_wrapped_number_if(is_wrapped_number(tensor), tensor.clone());  // the caller may change it meanwhile
     };
     Stack host;
@@ -274,6 +276,7 @@ class Call {
     at::Generator of = value.isGenerator() ? value.toGenerator() : default_generator(device_);
     TORCH_CHECK(of.device().type() == kDevice, "Expected a 'queued' device type for generator but found '",
                 of.device().type(), "'");
+    if (CapturePtr capture = current_queue(device_).capture()) return capture->draw(of);
     std::lock_guard<std::mutex> lock(of.mutex());
     return at::detail::createCPUGenerator(
         static_cast<at::CPUGeneratorImpl*>(of.unsafeGetGeneratorImpl())->random64());

@@ -1,6 +1,7 @@
 // Which device, stream and event? The interface through which torch asks, and through which autograd's threads work.
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
+#include "graphs.h"
 #include "memory.h"
 #include "streams.h"
 
@@ -65,6 +66,7 @@ struct GuardImpl final : c10::impl::DeviceGuardImplInterface {
   }
   void synchronizeDevice(DeviceIndex device) const override {
     OnEventsDevice on(device_or_current(device));
+    refuse_device_synchronization(current_device());
     synchronize_device(current_device());
     raise_error(current_device());
   }

@@ -3,6 +3,7 @@
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 
+#include "graphs.h"
 #include "memory.h"
 
 namespace queued {
@@ -18,11 +19,29 @@ struct GeneratorImpl final : at::CPUGeneratorImpl {
     device_ = Device(kDevice, device);
     key_set_ = c10::DispatchKeySet(c10::DispatchKey::PrivateUse1);
   }
+  // A capture leaves the generator alone: it draws when it is replayed. So nothing may ask for its state, or set it.
+  uint64_t current_seed() const override { return allowed().at::CPUGeneratorImpl::current_seed(); }
+  uint64_t seed() override { return allowed().at::CPUGeneratorImpl::seed(); }
+  void set_current_seed(uint64_t seed) override { allowed().at::CPUGeneratorImpl::set_current_seed(seed); }
+  void set_state(const c10::TensorImpl& state) override { allowed().at::CPUGeneratorImpl::set_state(state); }
+  c10::intrusive_ptr<c10::TensorImpl> get_state() const override {
+    return allowed().at::CPUGeneratorImpl::get_state();
+  }
   at::CPUGeneratorImpl* clone_impl() const override {
     auto* copy = new GeneratorImpl(device_.index());
     copy->set_state(*get_state());
     return copy;
   }
+
+ private:
+  template <class Self>
+  static Self& allowed_of(Self& self) {
+    TORCH_CHECK(!current_queue(self.device_.index()).capture(),
+                "Cannot use the state of a generator of queued during graph capture");
+    return self;
+  }
+  GeneratorImpl& allowed() { return allowed_of(*this); }
+  const GeneratorImpl& allowed() const { return allowed_of(*this); }
 };
 
 struct HooksInterface final : at::PrivateUse1HooksInterface {

@@ -3,6 +3,8 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "graphs.h"
+
 namespace queued {
 namespace {
 
@@ -11,6 +13,8 @@ size_t rounded(size_t num_bytes) { return (std::max<size_t>(num_bytes, 1) + 511)
 void fill_with_nan(void* data, size_t num_bytes) { std::memset(data, 0xFF, num_bytes); }  // NaN in every float type
 
 void release_nothing(void*) {}
+
+constexpr c10::MempoolId_t kOrdinary{0, 0};
 
 bool is_pending(std::vector<MarkerPtr>& markers) {
   while (!markers.empty() && markers.back()->query()) markers.pop_back();
@@ -36,42 +40,79 @@ DeviceAllocator& DeviceAllocator::get() {
   return *allocator;
 }
 
+CapturePtr DeviceAllocator::capture_into_pool(const Block* block) {
+  CapturePtr capture = queue(block->device, block->stream).capture();
+  return capture && capture->pool == block->pool ? capture : nullptr;
+}
+
+// The memory of a graph is written by graphs only, each time that they are replayed.
 void DeviceAllocator::poison(Block* block) {
-  queue(block->device, block->stream).put([data = block->data, size = block->size] { fill_with_nan(data, size); },
-                                          Kind::kOrder);
+  auto fill = [data = block->data, size = block->size] { fill_with_nan(data, size); };
+  if (block->pool == kOrdinary) return queue(block->device, block->stream).put(fill, Kind::kOutside);
+  block->poisoned_in = capture_into_pool(block);
+  if (block->poisoned_in) block->poisoned_in->append(fill, Kind::kOrder);
 }
 
 void DeviceAllocator::keep(Block* block) {
+  if (block->pool != kOrdinary && !num_graphs_.count({block->device, block->pool})) return give_back(block);
   if (settings::poison == kWhenFree) poison(block);
-  cached_[{block->device, block->stream, block->size}].push_back(block);
+  cached_[{block->device, block->stream, block->pool, block->size}].push_back(block);
+}
+
+void DeviceAllocator::give_back(Block* block) {
+  free_after_all_streams(block->device, block->data);
+  stats_[block->device].reserved_bytes[0].decrease(block->size);
+  delete block;
+}
+
+void DeviceAllocator::open_pool(int device, c10::MempoolId_t pool) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  ++num_graphs_[{device, pool}];
+  keep_those_not_pending();
+}
+
+void DeviceAllocator::close_pool(int device, c10::MempoolId_t pool) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (--num_graphs_[{device, pool}] > 0) return;
+  num_graphs_.erase({device, pool});
+  keep_those_not_pending();
+  for (auto& [key, blocks] : cached_) {
+    if (std::get<0>(key) != device || std::get<2>(key) != pool) continue;
+    for (Block* block : blocks) give_back(block);
+    blocks.clear();
+  }
 }
 
 void DeviceAllocator::keep_those_not_pending() {
   std::vector<Block*> still;
   for (Block* block : waiting_) {
-    if (is_pending(block->pending)) still.push_back(block);
+    // Whether a graph may use memory again must not depend on when other streams run: in the next capture it may.
+    if (is_pending(block->pending) || capture_into_pool(block)) still.push_back(block);
     else keep(block);
   }
   waiting_.swap(still);
 }
 
-DeviceAllocator::Block* DeviceAllocator::take_cached(int device, size_t size) {
-  auto found = cached_.find({device, current_stream(device), size});
+DeviceAllocator::Block* DeviceAllocator::take_cached(int device, size_t size, c10::MempoolId_t pool) {
+  auto found = cached_.find({device, current_stream(device), pool, size});
   if (found == cached_.end() || found->second.empty()) return nullptr;
   Block* block = found->second.back();
   found->second.pop_back();
-  if (settings::poison == kWhenReused) poison(block);
+  bool is_poisoned = pool == kOrdinary || block->poisoned_in == capture_into_pool(block);
+  if (settings::poison == kWhenReused || (settings::poison == kWhenFree && !is_poisoned)) poison(block);
   return block;
 }
 
 DeviceAllocator::Block* DeviceAllocator::take(int device, size_t size) {
   std::lock_guard<std::mutex> lock(mutex_);
   keep_those_not_pending();
-  Block* block = take_cached(device, size);
+  CapturePtr capture = current_queue(device).capture();
+  c10::MempoolId_t pool = capture ? capture->pool : kOrdinary;
+  Block* block = take_cached(device, size, pool);
   auto& stats = stats_[device];
   if (!block) {
     if (stats.reserved_bytes[0].current + static_cast<int64_t>(size) > settings::memory_bytes) return nullptr;
-    block = new Block{std::aligned_alloc(64, size), size, device, current_stream(device), {}, {}};
+    block = new Block{std::aligned_alloc(64, size), size, device, current_stream(device), pool, {}, {}, {}};
     fill_with_nan(block->data, size);
     stats.reserved_bytes[0].increase(size);
   }
@@ -91,9 +132,9 @@ void DeviceAllocator::free_cached(int device) {
   }
   keep_those_not_pending();
   for (auto& [key, blocks] : cached_) {
-    if (std::get<0>(key) != device) continue;
+    if (std::get<0>(key) != device || std::get<2>(key) != kOrdinary) continue;
     for (Block* block : blocks) {  // in the order of its stream, behind the kernels that used it
-      queue(device, block->stream).put([data = block->data] { std::free(data); }, Kind::kOrder);
+      queue(device, block->stream).put([data = block->data] { std::free(data); }, Kind::kOutside);
       stats_[device].reserved_bytes[0].decrease(block->size);
       delete block;
     }
@@ -109,7 +150,7 @@ c10::DataPtr DeviceAllocator::allocate_on(int device, size_t num_bytes) {
   if (num_bytes == 0) return {nullptr, nullptr, &release_nothing, where};
   initialize_context(device);
   Block* block = take(device, rounded(num_bytes));
-  if (!block) {
+  if (!block && captures_of(device).empty()) {
     free_cached(device);
     block = take(device, rounded(num_bytes));
   }
@@ -129,7 +170,7 @@ void DeviceAllocator::release(void* context) {
     (*bytes)[0].decrease(block->size);
   }
   for (auto* count : {&stats.allocation, &stats.active}) (*count)[0].decrease(1);
-  for (int64_t other : block->other_streams) block->pending.push_back(queue(block->device, other).mark());
+  for (int64_t other : block->other_streams) block->pending.push_back(queue(block->device, other).mark(Kind::kOutside));
   block->other_streams.clear();
   if (block->pending.empty()) self.keep(block);
   else self.waiting_.push_back(block);
@@ -242,7 +283,7 @@ void HostAllocator::release(void* context) {
   auto* block = static_cast<Block*>(context);
   auto& self = get();
   std::lock_guard<std::mutex> lock(self.mutex_);
-  for (auto [device, stream] : block->streams) block->pending.push_back(queue(device, stream).mark());
+  for (auto [device, stream] : block->streams) block->pending.push_back(queue(device, stream).mark(Kind::kOutside));
   block->streams.clear();
   if (block->pending.empty()) self.keep(block);
   else self.waiting_.push_back(block);

@@ -27,6 +27,9 @@ class DeviceAllocator final : public c10::DeviceAllocator {
   c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
   void copy_data(void* to, const void* from, size_t num_bytes) const override;
   bool initialized() override { return true; }
+  // A pool has the memory of the graphs that capture with it. It is given back with the last of them.
+  void open_pool(int device, c10::MempoolId_t pool);
+  void close_pool(int device, c10::MempoolId_t pool);
   void emptyCache(c10::MempoolId_t = {0, 0}) override;
   void recordStream(const c10::DataPtr& data, c10::Stream stream) override;
   c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex device) override;
@@ -40,20 +43,26 @@ class DeviceAllocator final : public c10::DeviceAllocator {
     size_t size;
     int device;
     int64_t stream;
+    c10::MempoolId_t pool;  // of graphs; {0, 0} is the ordinary memory
     std::set<int64_t> other_streams;  // of record_stream
     std::vector<MarkerPtr> pending;   // of those, once it is freed
+    CapturePtr poisoned_in;           // the last capture that fills it with NaN once it is freed
   };
   static void release(void* block);
+  static CapturePtr capture_into_pool(const Block* block);  // the one that is going on
   static void poison(Block* block);
   Block* take(int device, size_t size);  // nullptr if the device's memory is full
   void free_cached(int device);
   // The mutex is held by who calls these.
-  Block* take_cached(int device, size_t size);
+  Block* take_cached(int device, size_t size, c10::MempoolId_t pool);
+  void give_back(Block* block);
   void keep(Block* block);
   void keep_those_not_pending();
 
   std::mutex mutex_;
-  std::map<std::tuple<int, int64_t, size_t>, std::vector<Block*>> cached_;  // by device, stream and size
+  using Key = std::tuple<int, int64_t, c10::MempoolId_t, size_t>;  // device, stream, pool, size
+  std::map<Key, std::vector<Block*>> cached_;
+  std::map<std::pair<int, c10::MempoolId_t>, int> num_graphs_;  // of each pool that is open
   std::vector<Block*> waiting_;  // freed, and still used on another stream
   c10::CachingDeviceAllocator::DeviceStats stats_[kMaxDevices];
 };

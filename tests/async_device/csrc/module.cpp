@@ -3,6 +3,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "copies.h"
+#include "graphs.h"
 #include "hooks.h"
 #include "memory.h"
 #include "streams.h"
@@ -71,6 +72,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("counts", &counts);
   // Since the seed was set: how many kernels of a stream were delayed, and by how many microseconds in all.
   m.def("delays", [](int device, int64_t stream) { return queue(device, stream).delays(); });
+
+  m.def("is_capturing", [](int device) { return current_queue(device).capture() != nullptr; });
+  m.def("num_replays", &num_replays);
+  m.def("num_replayed_kernels", &num_replayed_kernels);
 
   // A marker that the host sets: a stream can wait for it, and the host does not wait for the stream. Collectives are
   // made of these, and tests hold a stream back with one.

@@ -1,6 +1,6 @@
 #include <Python.h>
 
-#include "streams.h"
+#include "graphs.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/core/GradMode.h>
@@ -51,6 +51,16 @@ StreamQueue* make_queues() {
   return made;
 }
 
+// In the thread of a stream.
+void run_task(int device, std::function<void()> task, std::chrono::microseconds delay) {
+  if (delay.count() > 0) std::this_thread::sleep_for(delay);
+  try {
+    task();
+  } catch (const std::exception& error) {
+    keep_error(device, error);
+  }
+}
+
 }  // namespace
 
 void Marker::set() {
@@ -65,13 +75,19 @@ WithoutGil::~WithoutGil() {
   if (thread_) PyEval_RestoreThread(static_cast<PyThreadState*>(thread_));
 }
 
+void Marker::refuse_if_captured() const {
+  if (capture) capture->refuse("operation not permitted on an event last recorded in a capturing stream");
+}
+
 void Marker::wait() {
+  refuse_if_captured();
   WithoutGil released;
   std::unique_lock<std::mutex> lock(mutex_);
   is_set_.wait(lock, [this] { return set_; });
 }
 
 bool Marker::query() {
+  refuse_if_captured();
   std::lock_guard<std::mutex> lock(mutex_);
   return set_;
 }
@@ -94,12 +110,7 @@ void StreamQueue::run() {
       task = std::move(tasks_.front());
       tasks_.pop_front();
     }
-    if (task.delay.count() > 0) std::this_thread::sleep_for(task.delay);
-    try {
-      task.run();
-    } catch (const std::exception& error) {
-      keep_error(device, error);
-    }
+    run_task(device, std::move(task.run), task.delay);
     task.run = nullptr;  // what it keeps is freed before anybody hears that it has ended
     std::lock_guard<std::mutex> lock(mutex_);
     ++num_ended_;
@@ -133,25 +144,73 @@ void StreamQueue::put(std::function<void()> task, Kind kind) {
   uint64_t number;
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    if (!started_) {
-      started_ = true;
-      std::thread([this] { run(); }).detach();
-    }
-    tasks_.push_back({std::move(task), kind == Kind::kKernel ? draw_delay() : std::chrono::microseconds(0)});
-    number = ++num_queued_;
-    not_empty_.notify_one();
+    if (capture_ && kind != Kind::kOutside) return capture_->append(std::move(task), kind);
+    number = push(std::move(task), kind == Kind::kKernel ? draw_delay() : std::chrono::microseconds(0));
   }
   if (settings::blocking && kind == Kind::kKernel) wait_until(number);
 }
 
-MarkerPtr StreamQueue::mark() {
-  auto marker = std::make_shared<Marker>();
-  put([marker] { marker->set(); }, Kind::kOrder);
+// The mutex is held by who calls this.
+uint64_t StreamQueue::push(std::function<void()> task, std::chrono::microseconds delay) {
+  if (!started_) {
+    started_ = true;
+    std::thread([this] { run(); }).detach();
+  }
+  tasks_.push_back({std::move(task), delay});
+  not_empty_.notify_one();
+  return ++num_queued_;
+}
+
+MarkerPtr StreamQueue::mark(Kind kind) {
+  auto marker = std::make_shared<Marker>(kind == Kind::kOutside ? nullptr : capture());
+  if (!marker->capture) put([marker] { marker->set(); }, kind);
   return marker;
 }
 
 void StreamQueue::wait_for(MarkerPtr marker) {
-  put([marker] { marker->wait(); }, Kind::kOrder);
+  CapturePtr now = capture();
+  if (now == marker->capture) {
+    if (!now) put([marker] { marker->wait(); }, Kind::kOrder);
+    return;  // in a capture it is a point of this stream, whose order is the graph's
+  }
+  if (now) now->refuse("dependency created on uncaptured work in another stream");
+  marker->capture->refuse("queued does not simulate a second stream that joins a capture, or waits for its events");
+}
+
+bool StreamQueue::begin_capture(CapturePtr capture) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (capture_) return false;
+  capture_ = std::move(capture);
+  return true;
+}
+
+void StreamQueue::end_capture() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  capture_ = nullptr;
+}
+
+CapturePtr StreamQueue::capture() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return capture_;
+}
+
+// One task, which runs copies of those that were recorded: they change what they have.
+void StreamQueue::replay(RecordingPtr recording, std::vector<uint64_t> seeds) {
+  refuse_bad_fork();
+  uint64_t number;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    std::vector<std::chrono::microseconds> delays;
+    for (const auto& task : recording->tasks) {
+      delays.push_back(task.kind == Kind::kKernel ? draw_delay() : std::chrono::microseconds(0));
+    }
+    auto run_all = [recording, seeds = std::move(seeds), delays = std::move(delays), device = device] {
+      recording->seed(seeds);
+      for (size_t i = 0; i < delays.size(); ++i) run_task(device, recording->tasks[i].run, delays[i]);
+    };
+    number = push(std::move(run_all), std::chrono::microseconds(0));
+  }
+  if (settings::blocking) wait_until(number);
 }
 
 void StreamQueue::wait_until(uint64_t number) {
@@ -162,6 +221,7 @@ void StreamQueue::wait_until(uint64_t number) {
 
 void StreamQueue::synchronize() {
   refuse_bad_fork();
+  if (CapturePtr now = capture()) now->refuse(kNotPermitted);
   uint64_t number;
   {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -171,8 +231,14 @@ void StreamQueue::synchronize() {
 }
 
 bool StreamQueue::is_idle() {
+  if (CapturePtr now = capture()) now->refuse(kNotPermitted);
   std::lock_guard<std::mutex> lock(mutex_);
   return num_ended_ == num_queued_;
+}
+
+bool StreamQueue::has_started() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return started_;
 }
 
 std::pair<int64_t, int64_t> StreamQueue::delays() {
@@ -218,7 +284,16 @@ void raise_error(int device) {
 }
 
 void synchronize_device(int device) {
-  for (int64_t stream = 0; stream < kStreamsPerDevice; ++stream) queue(device, stream).synchronize();
+  for (int64_t stream = 0; stream < kStreamsPerDevice; ++stream) {
+    if (!queue(device, stream).capture()) queue(device, stream).synchronize();
+  }
+}
+
+void free_after_all_streams(int device, void* memory) {
+  std::shared_ptr<void> kept(memory, std::free);  // until the last of the tasks has it no longer
+  for (int64_t stream = 0; stream < kStreamsPerDevice; ++stream) {
+    if (queue(device, stream).has_started()) queue(device, stream).put([kept] {}, Kind::kOutside);
+  }
 }
 
 void set_seed(uint64_t seed) {

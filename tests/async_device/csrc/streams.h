@@ -11,6 +11,8 @@
 #include <memory>
 #include <mutex>
 #include <random>
+#include <utility>
+#include <vector>
 
 #include "settings.h"
 
@@ -19,15 +21,25 @@ namespace queued {
 constexpr auto kDevice = c10::DeviceType::PrivateUse1;
 constexpr int kStreamsPerDevice = 1 + 32;  // the default stream, and a pool as large as CUDA's
 
+class Capture;  // of a graph
+struct Recording;
+using CapturePtr = std::shared_ptr<Capture>;
+using RecordingPtr = std::shared_ptr<const Recording>;
+
 // A point in the order of a stream: an event once recorded, or one that the host sets.
 class Marker {
  public:
+  explicit Marker(CapturePtr capture = nullptr) : capture(std::move(capture)) {}
   void set();
   void wait();
   bool query();
   std::chrono::steady_clock::time_point set_at();
 
+  const CapturePtr capture;  // in which it was recorded: it is a point of a graph then, and never set
+
  private:
+  void refuse_if_captured() const;
+
   std::mutex mutex_;
   std::condition_variable is_set_;
   bool set_ = false;
@@ -38,15 +50,21 @@ using MarkerPtr = std::shared_ptr<Marker>;
 enum class Kind {
   kKernel,  // may be delayed; with QUEUED_BLOCKING=1 the caller waits for it
   kOrder,   // events, waits, the allocator's own work: never delayed, so that they do not change the kernels' delays
+  kOutside,  // as kOrder, and never part of a graph: it runs even if the stream captures
 };
 
 class StreamQueue {
  public:
   void put(std::function<void()> task, Kind kind = Kind::kKernel);
-  MarkerPtr mark();                  // is set once everything that is queued now has run
+  MarkerPtr mark(Kind kind = Kind::kOrder);  // is set once everything that is queued now has run
   void wait_for(MarkerPtr marker);   // the stream waits, its caller does not
   void synchronize();                // the caller waits for everything that is queued now
   bool is_idle();
+  bool has_started();
+  bool begin_capture(CapturePtr capture);  // false: it captures already
+  void end_capture();
+  CapturePtr capture();  // nullptr: it does not capture
+  void replay(RecordingPtr recording, std::vector<uint64_t> seeds);
   std::pair<int64_t, int64_t> delays();  // since the seed was set: how many kernels were delayed, and by how many us
 
   int device = 0;
@@ -58,6 +76,7 @@ class StreamQueue {
     std::chrono::microseconds delay;
   };
   void run();
+  uint64_t push(std::function<void()> task, std::chrono::microseconds delay);
   std::chrono::microseconds draw_delay();
   void use_seed();
   void wait_until(uint64_t number);
@@ -67,6 +86,7 @@ class StreamQueue {
   std::deque<Task> tasks_;
   uint64_t num_queued_ = 0, num_ended_ = 0;
   bool started_ = false;
+  CapturePtr capture_;
   std::mt19937_64 random_;
   uint64_t seeded_ = 0;  // which set_seed() the random numbers are from
   int64_t num_delayed_ = 0, delayed_us_ = 0;
@@ -112,7 +132,8 @@ class OnDevice {
 };
 
 void raise_error(int device);  // of a kernel that has failed since the last synchronisation, as CUDA's are raised
-void synchronize_device(int device);
+void synchronize_device(int device);  // but for streams that capture
+void free_after_all_streams(int device, void* memory);  // behind all that is queued on the device now
 void set_seed(uint64_t seed);
 
 // A child of a process that has used the device has no threads of streams.

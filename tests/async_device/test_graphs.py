@@ -1,0 +1,685 @@
+"""Graphs on the asynchronous device follow CUDA's rules: each by a program on plain torch.
+
+The oracle is the same program without a graph. `held` keeps a stream from running, as in test_rules.py.
+"""
+
+import contextlib
+import gc
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from async_device import C, held
+
+FIRST, SECOND = torch.device("queued:0"), torch.device("queued:1")
+BLOCK = 4096  # numbers of float32, which fill a block of the allocator
+NOT_PERMITTED = "operation not permitted when stream is capturing"
+INVALID = "operation failed due to a previous error during capture"
+
+Graph = torch.accelerator.Graph
+
+
+@pytest.fixture(autouse=True)
+def _settings(collector_off: None) -> Iterator[None]:
+    """Give each test the settings of the process, the default streams, and the first device."""
+    settings = C.settings()
+    yield
+    C.set_seed(settings["QUEUED_SEED"])
+    C.set_delay(settings["QUEUED_DELAY_US"], settings["QUEUED_DELAY_PERCENT"])
+    C.set_blocking(bool(settings["QUEUED_BLOCKING"]))
+    C.set_poison(settings["QUEUED_POISON"])
+    C.set_memory(settings["QUEUED_MEMORY_MIB"] << 20)
+    C.set_device(0)
+    assert not any(C.is_capturing(device) for device in (0, 1))
+    C.synchronize_all()
+
+
+@pytest.fixture
+def stream() -> Iterator[torch.Stream]:
+    """Make a new stream of the first device current."""
+    new = torch.Stream(FIRST)
+    with on(new):
+        yield new
+
+
+def current(device: torch.device = FIRST) -> torch.Stream:
+    return torch.accelerator.current_stream(device)
+
+
+def on(stream: torch.Stream) -> contextlib.AbstractContextManager[None]:
+    return torch.queued.stream(stream)
+
+
+@contextlib.contextmanager
+def captured(graph: torch.accelerator.Graph) -> Iterator[None]:
+    """Capture without the synchronisation that `with graph:` begins with."""
+    graph.capture_begin()
+    try:
+        yield
+    finally:
+        graph.capture_end()
+
+
+@contextlib.contextmanager
+def captured_in_vain(graph: torch.accelerator.Graph) -> Iterator[None]:
+    """Capture what has an error in it, which capture_end says again."""
+    graph.capture_begin()
+    yield
+    with pytest.raises(RuntimeError, match=INVALID):
+        graph.capture_end()
+
+
+def in_thread(call: Callable[[], object]) -> object:
+    """Return what a call returns, or raises, in another thread."""
+    results: list[object] = []
+
+    def run() -> None:
+        try:
+            results.append(call())
+        except RuntimeError as error:
+            results.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    return results[0]
+
+
+def reserved() -> tuple[int, int]:
+    return torch.accelerator.memory_allocated(0), torch.accelerator.memory_reserved(0)
+
+
+# ---- capture and replay ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("delay_us", [0, 200])
+def test_a_graph_computes_what_the_program_computes(stream: torch.Stream, delay_us: int) -> None:
+    C.set_delay(delay_us, 50)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.LayerNorm(8), torch.nn.GELU(), torch.nn.Linear(8, 3))
+    x = torch.zeros(5, 4, device=FIRST)
+    model.to(FIRST)
+
+    def program() -> torch.Tensor:
+        hidden = model(x)
+        return torch.cat([hidden, hidden.softmax(1)[:, :2]], 1).pow(2)
+
+    graph, before = Graph(), C.num_replays()
+    with torch.no_grad(), graph:
+        y = program()
+    for seed in range(4):
+        x.copy_(torch.randn(5, 4, generator=torch.Generator().manual_seed(seed)))
+        graph.replay()
+        got = y.clone()
+        with torch.no_grad():
+            assert torch.equal(got, program())
+    assert C.num_replays() == before + 4
+    assert C.num_replayed_kernels() >= 4
+
+
+def test_a_capture_runs_nothing_and_a_replay_runs_later(stream: torch.Stream) -> None:
+    x, graph = torch.zeros(4, device=FIRST), Graph()
+    with graph:
+        assert C.is_capturing(0)
+        assert torch.queued.is_current_stream_capturing()
+        assert not C.is_capturing(1)
+        x.add_(1)
+    assert not C.is_capturing(0)
+    assert x.tolist() == [0] * 4
+    with held(stream):
+        graph.replay()
+        graph.replay()
+        assert not stream.query()
+    assert x.tolist() == [2] * 4
+
+
+def test_a_replay_runs_on_the_stream_that_is_current_then(stream: torch.Stream) -> None:
+    x, graph = torch.zeros(4, device=FIRST), Graph()
+    with graph:
+        x.add_(1)
+    other = torch.Stream(FIRST)
+    with held(stream):
+        with on(other):
+            graph.replay()
+            assert x.tolist() == [1] * 4
+        with on(torch.accelerator.current_stream(SECOND)):  # another device: the graph's own counts
+            graph.replay()
+            assert not stream.query()
+    assert x.tolist() == [2] * 4
+
+
+def test_blocking(stream: torch.Stream) -> None:
+    C.set_delay(200, 100)
+    C.set_blocking(True)
+    x, graph = torch.zeros(4, device=FIRST), Graph()
+    with graph:
+        x.add_(1)
+        x.mul_(2)
+    graph.replay()
+    assert stream.query()
+    assert x.tolist() == [2] * 4
+
+
+def test_delays_of_a_replay_follow_from_the_seed(stream: torch.Stream) -> None:
+    x, graph = torch.zeros(4, device=FIRST), Graph()
+    with graph:
+        for _ in range(50):
+            x.add_(1)
+
+    def delays(seed: int) -> tuple[int, int]:
+        C.set_seed(seed)
+        graph.replay()
+        stream.synchronize()
+        return C.delays(0, stream.stream_id)
+
+    C.set_delay(100, 50)
+    first = delays(7)
+    assert first[0] > 0
+    assert delays(7) == first
+    assert delays(8) != first
+
+
+def test_a_kernels_error_arrives_at_the_next_synchronisation(stream: torch.Stream) -> None:
+    table, index, x = torch.zeros(4, 2, device=FIRST), torch.tensor([9], device=FIRST), torch.zeros(1, device=FIRST)
+    graph = Graph()
+    with graph:
+        table.index_select(0, index)
+        x.add_(1)
+    stream.synchronize()
+    graph.replay()
+    with pytest.raises(RuntimeError, match=r"asynchronous, of an earlier call\): .*out of range"):
+        stream.synchronize()
+    assert x.item() == 1
+
+
+def test_graphs_of_several_threads_are_captured_at_once() -> None:
+    barrier = threading.Barrier(3)
+    found: dict[int, list[float]] = {}
+
+    def program(number: int) -> None:
+        device = (FIRST, FIRST, SECOND)[number]
+        with on(torch.Stream(device)):
+            x = torch.full((4,), float(number), device=device)
+            graph = Graph(capture_error_mode="thread_local")
+            barrier.wait()
+            with graph:
+                barrier.wait()
+                y = x * 2
+                barrier.wait()
+                z = y + 1
+            graph.replay()
+            found[number] = z.tolist()
+
+    threads = [threading.Thread(target=program, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {number: [2.0 * number + 1] * 4 for number in range(3)}
+
+
+def test_what_another_thread_puts_on_the_stream_is_captured_too(stream: torch.Stream) -> None:
+    x, graph = torch.zeros(4, device=FIRST), Graph()
+
+    def add() -> None:
+        with on(stream):
+            x.add_(1)
+
+    with graph:
+        assert in_thread(add) is None
+    graph.replay()
+    assert x.tolist() == [1] * 4
+
+
+def test_pinned_memory_is_read_at_each_replay(stream: torch.Stream) -> None:
+    pinned, back = torch.ones(4).pin_memory(), torch.zeros(4).pin_memory()
+    graph = Graph()
+    with graph:
+        x = pinned.to(FIRST, non_blocking=True) * 2
+        back.copy_(x, non_blocking=True)
+    for number in (1, 2):
+        pinned.fill_(number)
+        graph.replay()
+        stream.synchronize()
+        assert back.tolist() == [2 * number] * 4
+
+
+def test_keep_graph_reset_and_debug(stream: torch.Stream, tmp_path) -> None:  # type: ignore[no-untyped-def]
+    x, graph = torch.zeros(4, device=FIRST), Graph(keep_graph=True)
+    for call in (graph.replay, graph.pool, graph.capture_end, graph.instantiate):
+        with pytest.raises(RuntimeError, match="without a preceding"):
+            call()
+    for number in (1, 2):
+        with graph:
+            x.add_(1)
+        with pytest.raises(RuntimeError, match="already owns a captured graph"):
+            graph.capture_begin()
+        if number == 1:
+            graph.instantiate()
+        graph.enable_debug_mode()
+        graph.debug_dump(str(tmp_path / "graph"))
+        graph.replay()
+        assert x.tolist() == [number] * 4
+        graph.reset()
+        with pytest.raises(RuntimeError, match="without a preceding"):
+            graph.replay()
+    assert (tmp_path / "graph").read_text().startswith("1 kernels")
+
+
+def test_an_exception_in_a_capture_ends_it(stream: torch.Stream) -> None:
+    x, graph = torch.zeros(4, device=FIRST), Graph()
+    with contextlib.suppress(KeyError), graph:
+        x.add_(1)
+        raise KeyError
+    assert not C.is_capturing(0)
+    graph.replay()
+    assert x.tolist() == [1] * 4
+
+
+# ---- what is not permitted -------------------------------------------------------------------------------------------
+
+
+def _graph_inside(x: torch.Tensor) -> None:
+    graph = Graph()
+    with on(torch.Stream(FIRST)), captured(graph):
+        y = x + 1
+    del y
+    graph.replay()
+
+
+NOT_PERMITTED_CALLS: dict[str, tuple[Callable[[torch.Tensor], object], str]] = {
+    "item": (lambda x: x.sum().item(), NOT_PERMITTED),
+    "nonzero": (lambda x: x.nonzero(), NOT_PERMITTED),
+    "to the host": (lambda x: x.cpu(), "unless the CPU tensor is pinned"),
+    "to pageable memory": (lambda x: torch.zeros(4).copy_(x, non_blocking=True), "unless the CPU tensor is pinned"),
+    "from pageable memory": (lambda x: x.copy_(torch.zeros(4), non_blocking=True), "unless the CPU tensor is pinned"),
+    "a new tensor of numbers": (lambda x: torch.tensor([1.0], device=FIRST), "unless the CPU tensor is pinned"),
+    "from pinned memory, and wait": (lambda x: x.copy_(torch.zeros(4).pin_memory()), NOT_PERMITTED),
+    "an index of the host": (lambda x: x[torch.tensor([0, 1])], "unless the CPU tensor is pinned"),
+    "synchronize the stream": (lambda x: current().synchronize(), NOT_PERMITTED),
+    "query the stream": (lambda x: current().query(), NOT_PERMITTED),
+    "synchronize the device": (lambda x: torch.accelerator.synchronize(0), NOT_PERMITTED),
+    "synchronize an event": (lambda x: current().record_event().synchronize(), "last recorded in a capturing stream"),
+    "query an event": (lambda x: current().record_event().query(), "last recorded in a capturing stream"),
+    "wait for another stream": (lambda x: current().wait_stream(torch.Stream(FIRST)), "uncaptured work"),
+    "wait for another device": (lambda x: x.copy_(torch.zeros(4, device=SECOND)), "joins a capture"),
+    "copy to another device": (lambda x: x.to(SECOND), "uncaptured work"),
+    "another stream waits": (lambda x: torch.Stream(FIRST).wait_stream(current()), "joins a capture"),
+    "a graph is replayed": (_graph_inside, "replayed in another's capture"),
+}
+
+
+@pytest.mark.parametrize("name", NOT_PERMITTED_CALLS)
+def test_what_is_not_permitted_in_a_capture(name: str, stream: torch.Stream) -> None:
+    """It is an error at once, and capture_end raises too; then all is as it was before."""
+    call, message = NOT_PERMITTED_CALLS[name]
+    x, graph = torch.ones(4, device=FIRST), Graph()
+    torch.manual_seed(3)
+    expected = torch.rand(4, device=FIRST).tolist()
+    torch.manual_seed(3)
+    C.synchronize_all()
+    torch.accelerator.empty_cache()
+    before = reserved()
+    with captured_in_vain(graph):
+        y = x + torch.rand(4, device=FIRST)
+        with pytest.raises(RuntimeError, match=message):
+            call(x)
+        with pytest.raises(RuntimeError, match=INVALID):
+            x.add_(1)
+    assert not C.is_capturing(0)
+    with pytest.raises(RuntimeError, match="without a preceding"):
+        graph.replay()
+    del y
+    assert torch.rand(4, device=FIRST).tolist() == expected
+    C.synchronize_all()
+    torch.accelerator.empty_cache()
+    assert reserved() == before
+    with captured(graph):
+        x.add_(1)
+    graph.replay()
+    assert x.tolist() == [2] * 4
+
+
+def test_an_event_recorded_before_the_capture(stream: torch.Stream) -> None:
+    event, graph = stream.record_event(), Graph()
+    with captured_in_vain(graph), pytest.raises(RuntimeError, match="uncaptured work"):
+        stream.wait_event(event)
+
+
+def test_an_event_in_a_capture_is_for_its_stream(stream: torch.Stream) -> None:
+    x, graph = torch.zeros(4, device=FIRST), Graph()
+    with graph:
+        x.add_(1)
+        event = stream.record_event()
+        stream.wait_event(event)
+        x.mul_(2)
+    graph.replay()
+    assert x.tolist() == [2] * 4
+    with pytest.raises(RuntimeError, match="last recorded in a capturing stream"):
+        event.query()  # also after the capture
+    with pytest.raises(RuntimeError, match="joins a capture"):
+        stream.wait_event(event)
+    event.record(stream)
+    event.synchronize()
+
+
+def test_the_default_stream_cannot_capture() -> None:
+    with pytest.raises(RuntimeError, match="non-default stream"):
+        Graph().capture_begin()
+    x, side, graph = torch.zeros(4, device=FIRST), torch.Stream(FIRST), Graph()
+    with on(side), graph:
+        x.add_(1)
+    graph.replay()  # it can replay
+    assert x.tolist() == [1] * 4
+
+
+def test_a_stream_captures_for_one_graph(stream: torch.Stream) -> None:
+    x, graph = torch.zeros(4, device=FIRST), Graph()
+    with captured(graph):
+        with pytest.raises(RuntimeError, match="captures for another graph"):
+            Graph().capture_begin()
+        x.add_(1)
+    graph.replay()
+    assert x.tolist() == [1] * 4
+
+
+def test_a_capture_ends_where_it_began(stream: torch.Stream) -> None:
+    graph = Graph()
+    graph.capture_begin()
+    with on(torch.Stream(FIRST)), pytest.raises(RuntimeError, match="must end on the same stream"):
+        graph.capture_end()
+    graph.capture_end()
+    graph = Graph()
+    graph.capture_begin()
+
+    def end() -> None:
+        with on(stream):
+            graph.capture_end()
+
+    assert "from another thread" in str(in_thread(end))
+    with pytest.raises(RuntimeError, match=INVALID):
+        graph.capture_end()
+
+
+@pytest.mark.parametrize("mode", ["default", "global", "thread_local", "relaxed"])
+def test_another_thread_synchronizes_the_device(mode: str, stream: torch.Stream) -> None:
+    x, graph = torch.zeros(4, device=FIRST), Graph(capture_error_mode=mode)  # type: ignore[arg-type]
+    torch.accelerator.synchronize(0)
+    refused = mode in ("default", "global")
+    with captured_in_vain(graph) if refused else captured(graph):
+        x.add_(1)
+        error = in_thread(lambda: torch.accelerator.synchronize(0))
+        assert (NOT_PERMITTED in str(error)) is refused
+        assert in_thread(lambda: torch.zeros(1, device=FIRST).item()) == 0  # on a stream of its own
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+
+
+def test_memory_of_a_graph_is_its_own(stream: torch.Stream) -> None:
+    """What was freed before the capture is not used in it, and what is freed in it is not used outside of it."""
+    ordinary = torch.zeros(BLOCK, device=FIRST)
+    address, graph = ordinary.data_ptr(), Graph()
+    del ordinary
+    with captured(graph):
+        first = torch.zeros(BLOCK, device=FIRST)
+        private = first.data_ptr()
+        assert private != address
+        del first
+        assert torch.zeros(BLOCK, device=FIRST).data_ptr() == private  # in it, it is used again
+        with on(torch.Stream(FIRST)):
+            assert torch.zeros(BLOCK, device=FIRST).data_ptr() != private
+    assert torch.zeros(BLOCK, device=FIRST).data_ptr() == address
+    kept = [torch.zeros(BLOCK, device=FIRST) for _ in range(4)]
+    assert private not in [each.data_ptr() for each in kept]
+
+
+@pytest.mark.parametrize("poison", [1, 2], ids=["poisoned when free", "poisoned when reused"])
+def test_stale_memory_in_a_graph_is_nan_at_each_replay(stream: torch.Stream, poison: int) -> None:
+    C.set_poison(poison)
+    graph = Graph()
+    with captured(graph):
+        x = torch.ones(BLOCK, device=FIRST)
+        address = x.data_ptr()
+        seen = x.sum()
+        del x
+        stale = torch.empty(BLOCK, device=FIRST)
+        assert stale.data_ptr() == address
+        y = stale.sum()
+    for _ in range(2):
+        stale.zero_()
+        graph.replay()
+        assert seen.item() == BLOCK
+        assert y.isnan().item()
+
+
+@pytest.mark.parametrize("poison", [1, 2], ids=["poisoned when free", "poisoned when reused"])
+def test_graphs_that_share_a_pool(stream: torch.Stream, poison: int) -> None:
+    """The second graph uses what the first one's tensors have freed; only its replays destroy it."""
+    C.set_poison(poison)
+    first = Graph()
+    with captured(first):
+        x = torch.ones(BLOCK, device=FIRST)
+    second = Graph(pool=first.pool())
+    first.replay()
+    address, stale = x.data_ptr(), x.detach()
+    with captured(second):
+        other = torch.zeros(BLOCK, device=FIRST)
+        assert other.data_ptr() != address  # it still lives
+    memory = torch.empty(0, device=FIRST)
+    del x, stale
+    third = Graph(pool=first.pool())
+    with captured(third):
+        again = torch.empty(BLOCK, device=FIRST)
+        assert again.data_ptr() == address
+        memory = again.sum()
+    assert first.pool() == second.pool() == third.pool()
+    assert again.tolist() == [1] * BLOCK  # nothing but a replay writes it
+    third.replay()
+    assert memory.isnan().item()
+    first.replay()
+    assert again.tolist() == [1] * BLOCK
+
+
+def test_a_pool_of_no_graph_is_given_back(stream: torch.Stream) -> None:
+    torch.accelerator.empty_cache()
+    allocated, kept = reserved()
+    num_bytes = 4 * BLOCK
+    graph = Graph()
+    with captured(graph):
+        x = torch.ones(BLOCK, device=FIRST)
+        y = x + 1
+        del x
+    assert reserved() == (allocated + num_bytes, kept + 2 * num_bytes)
+    torch.accelerator.empty_cache()
+    assert reserved() == (allocated + num_bytes, kept + 2 * num_bytes)
+    other = Graph(pool=graph.pool())
+    with captured(other):
+        z = torch.ones(BLOCK, device=FIRST)
+    assert reserved() == (allocated + 2 * num_bytes, kept + 2 * num_bytes)
+    graph.replay()
+    graph.reset()
+    del z
+    assert reserved() == (allocated + num_bytes, kept + 2 * num_bytes)  # the other graph has it still
+    del other, graph
+    gc.collect()
+    assert reserved() == (allocated + num_bytes, kept + num_bytes)  # a tensor that lives has its memory
+    assert y.tolist() == [2] * BLOCK
+    del y
+    assert reserved() == (allocated, kept)
+
+
+def test_memory_is_given_back_behind_replays(stream: torch.Stream) -> None:
+    """Replays that have not run yet, on whatever stream, have the memory until they have."""
+    x, graph, other = torch.zeros(BLOCK, device=FIRST), Graph(), torch.Stream(FIRST)
+    with graph:
+        y = torch.ones(BLOCK, device=FIRST)
+        x.copy_(y + 1)
+    torch.accelerator.synchronize(0)
+    with held(other):
+        with on(other):
+            graph.replay()
+        del graph, y
+        gc.collect()
+    other.synchronize()
+    assert x.tolist() == [2] * BLOCK
+
+
+def test_memory_freed_in_a_capture_that_another_stream_uses(stream: torch.Stream) -> None:
+    """With record_stream it is not used again in this capture; in the next one of the pool it may be."""
+    graph, side = Graph(), torch.Stream(FIRST)
+    with captured(graph):
+        x = torch.ones(BLOCK, device=FIRST)
+        address = x.data_ptr()
+        x.record_stream(side)
+        del x
+        side.synchronize()
+        assert torch.ones(BLOCK, device=FIRST).data_ptr() != address
+    side.synchronize()
+    second = Graph(pool=graph.pool())
+    with captured(second):
+        assert address in [each.data_ptr() for each in [torch.ones(BLOCK, device=FIRST) for _ in range(2)]]
+
+
+def test_a_capture_that_frees_an_ordinary_tensor(stream: torch.Stream) -> None:
+    """The graph reads memory that it does not keep, as on CUDA."""
+    x, graph = torch.ones(BLOCK, device=FIRST), Graph()
+    y = torch.zeros((), device=FIRST)
+    with captured(graph):
+        y.copy_(x.sum())
+        del x
+    graph.replay()
+    assert y.isnan().item()
+
+
+def test_out_of_memory_in_a_capture(stream: torch.Stream) -> None:
+    """What is cached is not given up, as in a capture on CUDA; and the capture goes on."""
+    torch.accelerator.empty_cache()
+    C.set_memory(torch.accelerator.memory_reserved(0) + 8 * BLOCK)
+    x, graph = torch.zeros(BLOCK, device=FIRST), Graph()
+    del x
+    with captured(graph):
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.zeros(2 * BLOCK, device=FIRST)
+        y = torch.ones(BLOCK, device=FIRST)
+    graph.replay()
+    assert y.tolist() == [1] * BLOCK
+
+
+# ---- random numbers --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["the device's generator", "a generator of one's own"])
+def test_replays_draw_what_the_program_draws(stream: torch.Stream, own: bool) -> None:
+    C.set_delay(200, 50)
+    generator = torch.Generator(FIRST) if own else torch.queued.default_generators[0]
+    x = torch.ones(64, device=FIRST)
+
+    def program() -> torch.Tensor:
+        drawn = torch.rand(64, device=FIRST, generator=generator)
+        return torch.nn.functional.dropout(x) + drawn + torch.empty(64, device=FIRST).normal_(generator=generator)
+
+    torch.manual_seed(5)
+    generator.manual_seed(5)
+    expected = [program().tolist() for _ in range(4)]
+    torch.manual_seed(5)
+    generator.manual_seed(5)
+    graph = Graph()
+    with captured(graph):
+        y = program()
+    outputs = [torch.empty_like(y) for _ in range(3)]
+    for output in outputs:  # queued one after another: each replay has its own numbers
+        graph.replay()
+        output.copy_(y)
+    assert [output.tolist() for output in outputs] == expected[:3]
+    assert program().tolist() == expected[3]  # replays and calls draw from the one generator
+
+
+def test_the_state_of_a_generator_in_a_capture(stream: torch.Stream) -> None:
+    graph = Graph()
+    with captured(graph):
+        for call in (torch.queued.get_rng_state, lambda: torch.queued.manual_seed(1)):
+            with pytest.raises(RuntimeError, match="during graph capture"):
+                call()
+
+
+# ---- autograd --------------------------------------------------------------------------------------------------------
+
+
+def _gradients(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    y = (x @ weight).tanh().pow(2).sum()
+    return torch.autograd.grad(y, (x, weight))
+
+
+class _Recomputed(torch.autograd.Function):
+    """Its backward runs a forward and a backward of its own, in autograd's thread of the device."""
+
+    @staticmethod
+    def forward(ctx, x, weight):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(x, weight)
+        return (x @ weight).tanh().pow(2).sum()
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        x, weight = (saved.detach().requires_grad_() for saved in ctx.saved_tensors)
+        assert C.is_capturing(0)
+        with torch.enable_grad():
+            found = _gradients(x, weight)
+        return tuple(each * grad for each in found)
+
+
+def _gradients_reentrant(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return torch.autograd.grad(_Recomputed.apply(x, weight), (x, weight))
+
+
+@pytest.mark.parametrize("delay_us", [0, 200])
+@pytest.mark.parametrize("gradients", [_gradients, _gradients_reentrant], ids=["a backward", "a reentrant backward"])
+@pytest.mark.parametrize("threaded", [False, True], ids=["the main thread", "another thread"])
+def test_a_backward_is_captured(gradients, threaded: bool, delay_us: int) -> None:  # type: ignore[no-untyped-def]
+    C.set_delay(delay_us, 50)
+    x, weight = (torch.zeros(size, device=FIRST, requires_grad=True) for size in ((5, 4), (4, 3)))
+
+    def capture() -> tuple[torch.accelerator.Graph, tuple[torch.Tensor, ...]]:
+        graph = Graph()
+        with on(torch.Stream(FIRST)), graph:
+            return graph, gradients(x, weight)
+
+    torch.accelerator.synchronize(0)
+    graph, found = in_thread(capture) if threaded else capture()  # type: ignore[misc]
+    for seed in range(3):
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for each in (x, weight):
+                each.copy_(torch.randn(each.shape, generator=generator))
+        graph.replay()
+        got = [each.clone() for each in found]
+        for one, other in zip(got, _gradients(x, weight), strict=True):
+            assert torch.equal(one, other)
+
+
+def test_a_graph_captured_within_a_backward(stream: torch.Stream) -> None:
+    """As when the thread of the device captures what it will replay in later backwards."""
+    x, weight = (torch.randn(size, device=FIRST).requires_grad_() for size in ((5, 4), (4, 3)))
+    graphs: list[tuple[torch.accelerator.Graph, tuple[torch.Tensor, ...]]] = []
+
+    class Captured(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, weight):  # type: ignore[no-untyped-def]
+            ctx.save_for_backward(x, weight)
+            return (x @ weight).tanh().pow(2).sum()
+
+        @staticmethod
+        def backward(ctx, grad):  # type: ignore[no-untyped-def]
+            if not graphs:
+                graph = Graph()
+                with torch.enable_grad(), graph:
+                    found = _gradients(x, weight)
+                graphs.append((graph, found))
+            graphs[0][0].replay()
+            return tuple(each * grad for each in graphs[0][1])
+
+    expected = _gradients(x, weight)
+    for _ in range(2):
+        got = torch.autograd.grad(Captured.apply(x, weight), (x, weight))
+        assert all(torch.equal(one, other) for one, other in zip(got, expected, strict=True))
