@@ -98,12 +98,13 @@ def reserved() -> tuple[int, int]:
 def test_a_graph_computes_what_the_program_computes(stream: torch.Stream, delay_us: int) -> None:
     C.set_delay(delay_us, 50)
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.LayerNorm(8), torch.nn.GELU(), torch.nn.Linear(8, 3))
-    x = torch.zeros(5, 4, device=FIRST)
+    x, rows = torch.zeros(5, 4, device=FIRST), torch.tensor([2, 0, 1, 4, 3], device=FIRST)
     model.to(FIRST)
 
     def program() -> torch.Tensor:
         hidden = model(x)
-        return torch.cat([hidden, hidden.softmax(1)[:, :2]], 1).pow(2)
+        parts = torch._foreach_mul([hidden[rows], hidden.softmax(1)[:, :2]], 2.0)
+        return torch.cat([*parts, torch.mul(hidden, hidden, out=torch.empty_like(hidden))], 1).pow(2)
 
     graph, before = Graph(), C.num_replays()
     with torch.no_grad(), graph:
@@ -203,11 +204,12 @@ def test_graphs_of_several_threads_are_captured_at_once() -> None:
             x = torch.full((4,), float(number), device=device)
             graph = Graph(capture_error_mode="thread_local")
             barrier.wait()
-            with graph:
+            with captured(graph):  # `with graph:` would synchronize the device
                 barrier.wait()
                 y = x * 2
                 barrier.wait()
                 z = y + 1
+            barrier.wait()
             graph.replay()
             found[number] = z.tolist()
 
@@ -290,7 +292,7 @@ def _graph_inside(x: torch.Tensor) -> None:
 
 NOT_PERMITTED_CALLS: dict[str, tuple[Callable[[torch.Tensor], object], str]] = {
     "item": (lambda x: x.sum().item(), NOT_PERMITTED),
-    "nonzero": (lambda x: x.nonzero(), NOT_PERMITTED),
+    "nonzero": (lambda x: x.nonzero(), NOT_PERMITTED + ": aten::nonzero waits for it"),
     "to the host": (lambda x: x.cpu(), "unless the CPU tensor is pinned"),
     "to pageable memory": (lambda x: torch.zeros(4).copy_(x, non_blocking=True), "unless the CPU tensor is pinned"),
     "from pageable memory": (lambda x: x.copy_(torch.zeros(4), non_blocking=True), "unless the CPU tensor is pinned"),
@@ -301,7 +303,8 @@ NOT_PERMITTED_CALLS: dict[str, tuple[Callable[[torch.Tensor], object], str]] = {
     "query the stream": (lambda x: current().query(), NOT_PERMITTED),
     "synchronize the device": (lambda x: torch.accelerator.synchronize(0), NOT_PERMITTED),
     "synchronize an event": (lambda x: current().record_event().synchronize(), "last recorded in a capturing stream"),
-    "query an event": (lambda x: current().record_event().query(), "last recorded in a capturing stream"),
+    "query an event": (lambda x: current().record_event().query(), NOT_PERMITTED),
+    "query an event of another stream": (lambda x: torch.Stream(FIRST).record_event().query(), NOT_PERMITTED),
     "wait for another stream": (lambda x: current().wait_stream(torch.Stream(FIRST)), "uncaptured work"),
     "wait for another device": (lambda x: x.copy_(torch.zeros(4, device=SECOND)), "joins a capture"),
     "copy to another device": (lambda x: x.to(SECOND), "uncaptured work"),
@@ -336,6 +339,16 @@ def test_what_is_not_permitted_in_a_capture(name: str, stream: torch.Stream) -> 
     torch.accelerator.empty_cache()
     assert reserved() == before
     with captured(graph):
+        x.add_(1)
+    graph.replay()
+    assert x.tolist() == [2] * 4
+
+
+def test_a_wrong_call_in_a_capture_is_its_own_error(stream: torch.Stream) -> None:
+    x, graph = torch.ones(4, device=FIRST), Graph()
+    with captured(graph):
+        with pytest.raises(RuntimeError, match="mat1 and mat2 shapes cannot be multiplied"):
+            x @ torch.ones(3, 3, device=FIRST)
         x.add_(1)
     graph.replay()
     assert x.tolist() == [2] * 4
@@ -403,15 +416,34 @@ def test_a_capture_ends_where_it_began(stream: torch.Stream) -> None:
 
 
 @pytest.mark.parametrize("mode", ["default", "global", "thread_local", "relaxed"])
-def test_another_thread_synchronizes_the_device(mode: str, stream: torch.Stream) -> None:
-    x, graph = torch.zeros(4, device=FIRST), Graph(capture_error_mode=mode)  # type: ignore[arg-type]
-    torch.accelerator.synchronize(0)
-    refused = mode in ("default", "global")
-    with captured_in_vain(graph) if refused else captured(graph):
-        x.add_(1)
-        error = in_thread(lambda: torch.accelerator.synchronize(0))
-        assert (NOT_PERMITTED in str(error)) is refused
+@pytest.mark.parametrize("other", [False, True], ids=["the capturing thread", "another thread"])
+def test_which_threads_may_query_events(mode: str, other: bool, stream: torch.Stream) -> None:
+    """Of whatever stream: what CUDA calls potentially unsafe is for the modes to allow."""
+    event = torch.Stream(SECOND).record_event()
+    graph = Graph(capture_error_mode=mode)  # type: ignore[arg-type]
+    allowed = mode == "relaxed" or (mode == "thread_local" and other)
+    with captured(graph) if allowed else captured_in_vain(graph):
+        if allowed:
+            assert isinstance(in_thread(event.query) if other else event.query(), bool)
+        elif other:
+            assert NOT_PERMITTED in str(in_thread(event.query))
+        else:
+            with pytest.raises(RuntimeError, match=NOT_PERMITTED):
+                event.query()
         assert in_thread(lambda: torch.zeros(1, device=FIRST).item()) == 0  # on a stream of its own
+
+
+@pytest.mark.parametrize("mode", ["default", "global", "thread_local", "relaxed"])
+def test_no_thread_may_synchronize_the_device(mode: str, stream: torch.Stream) -> None:
+    """Another device may be synchronized, by another thread, if the capture is not global."""
+    graph = Graph(capture_error_mode=mode)  # type: ignore[arg-type]
+    allowed = mode in ("thread_local", "relaxed")
+    with captured(graph) if allowed else captured_in_vain(graph):
+        error = in_thread(lambda: torch.accelerator.synchronize(1))
+        assert error is None if allowed else NOT_PERMITTED in str(error)
+    graph.reset()
+    with captured_in_vain(graph):
+        assert NOT_PERMITTED in str(in_thread(lambda: torch.accelerator.synchronize(0)))
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------
@@ -522,8 +554,10 @@ def test_memory_is_given_back_behind_replays(stream: torch.Stream) -> None:
             graph.replay()
         del graph, y
         gc.collect()
+        others = [torch.full((BLOCK,), 7.0, device=FIRST) for _ in range(8)]  # memory that the host gives
     other.synchronize()
     assert x.tolist() == [2] * BLOCK
+    assert all(each.eq(7).all().item() for each in others)
 
 
 def test_memory_freed_in_a_capture_that_another_stream_uses(stream: torch.Stream) -> None:

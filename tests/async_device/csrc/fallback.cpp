@@ -221,6 +221,7 @@ class Call {
   }
 
   Stack run_at_once() {
+    refuse_if_capturing(device_, std::string(kNotPermitted) + ": " + name() + " waits for it");
     count_at_once(name());
     current_queue(device_).synchronize();
     raise_error(device_);

@@ -72,17 +72,27 @@ void refuse_if_capturing(int device, const std::string& why) {
 
 std::vector<CapturePtr> captures_of(int device) {
   std::vector<CapturePtr> found;
+  if (!is_anything_captured()) return found;
   for (int64_t stream = 1; stream < kStreamsPerDevice; ++stream) {
     if (CapturePtr capture = queue(device, stream).capture()) found.push_back(std::move(capture));
   }
   return found;
 }
 
-void refuse_device_synchronization(int device) {
-  for (const CapturePtr& capture : captures_of(device)) {
-    bool is_global = capture->mode == at::GraphCaptureMode::Global || capture->mode == at::GraphCaptureMode::Default;
-    if (is_global || capture->thread == std::this_thread::get_id()) capture->refuse(kNotPermitted);
+void refuse_if_unsafe() {
+  using Mode = at::GraphCaptureMode;
+  for (int device = 0; device < settings::num_devices; ++device) {
+    for (const CapturePtr& capture : captures_of(device)) {
+      bool is_global = capture->mode == Mode::Global || capture->mode == Mode::Default;
+      bool is_own = capture->thread == std::this_thread::get_id() && capture->mode != Mode::Relaxed;
+      if (is_global || is_own) capture->refuse(kNotPermitted);
+    }
   }
+}
+
+void refuse_device_synchronization(int device) {
+  for (const CapturePtr& capture : captures_of(device)) capture->refuse(kNotPermitted);
+  refuse_if_unsafe();
 }
 
 int64_t num_replays() { return replays; }

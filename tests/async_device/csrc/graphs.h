@@ -62,7 +62,9 @@ constexpr char kPageableInCapture[] =
 // Raises if the current stream of the device captures.
 void refuse_if_capturing(int device, const std::string& why = kNotPermitted);
 std::vector<CapturePtr> captures_of(int device);
-// A synchronisation of the whole device, by this thread. Other threads' captures allow it, unless they are global.
+// Raises if a capture forbids this thread what CUDA calls potentially unsafe: its own, or a global one of any thread.
+void refuse_if_unsafe();
+// The same for a synchronisation of the whole device, which no capture on it allows.
 void refuse_device_synchronization(int device);
 
 int64_t num_replays();

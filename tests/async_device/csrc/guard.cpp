@@ -88,7 +88,11 @@ struct GuardImpl final : c10::impl::DeviceGuardImplInterface {
     OnEventsDevice on(stream.device_index());
     queue(stream).wait_for(static_cast<Event*>(event)->marker);
   }
-  bool queryEvent(void* event) const override { return !event || static_cast<Event*>(event)->marker->query(); }
+  bool queryEvent(void* event) const override {
+    if (!event) return true;
+    refuse_if_unsafe();
+    return static_cast<Event*>(event)->marker->query();
+  }
   void synchronizeEvent(void* event) const override {
     if (!event) return;
     static_cast<Event*>(event)->marker->wait();

@@ -19,6 +19,7 @@ std::atomic<bool> is_used{false}, bad_fork{false};
 std::atomic<bool> contexts[kMaxDevices];
 std::atomic<uint64_t> num_streams_given[kMaxDevices];
 std::atomic<uint64_t> num_seeds_set{1};
+std::atomic<int> num_captures{0};
 
 thread_local int this_device = 0;
 thread_local int64_t this_stream[kMaxDevices] = {0};
@@ -181,12 +182,14 @@ bool StreamQueue::begin_capture(CapturePtr capture) {
   std::lock_guard<std::mutex> lock(mutex_);
   if (capture_) return false;
   capture_ = std::move(capture);
+  ++num_captures;
   return true;
 }
 
 void StreamQueue::end_capture() {
   std::lock_guard<std::mutex> lock(mutex_);
   capture_ = nullptr;
+  --num_captures;
 }
 
 CapturePtr StreamQueue::capture() {
@@ -273,6 +276,7 @@ void check_device(int device) {
 }
 void initialize_context(int device) { contexts[device] = true; }
 bool has_context(int device) { return contexts[device]; }
+bool is_anything_captured() { return num_captures > 0; }
 
 void raise_error(int device) {
   std::string text;

@@ -108,6 +108,7 @@ int64_t next_stream_of_pool(int device);
 void check_device(int device);
 void initialize_context(int device);
 bool has_context(int device);
+bool is_anything_captured();
 
 // Lets other threads of Python run until the end of a scope that waits: a stream may wait for one of them. In a scope
 // that holds a mutex, too, this comes first.
