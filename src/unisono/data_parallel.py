@@ -53,6 +53,8 @@ B = TypeVar("B")
 Out = TypeVar("Out")
 _NO_RESCUE = "rescue=True does nothing with one device ({device}), where the plain module runs: give parts=2, or more"
 
+_NO_GRAPHS = "graphs=True does nothing on {device}: graphs of kernels are for accelerators"
+
 
 class DataParallel(Wrapper, nn.DataParallel[M]):
     """Run a module on every device of the machine, each on its share of the batch, with the results of one device.
@@ -90,6 +92,10 @@ class DataParallel(Wrapper, nn.DataParallel[M]):
             each computed once more in backward, so that only one part's activations are in memory. Gradients are the
             same within float rounding. How many rows fit is logged and remembered. On one device, where the plain
             module runs, it does nothing: give `parts`.
+        graphs: whether each replica's forward and backward are captured as graphs of kernels (CUDA graphs) after the
+            first steps of a kind, and launched as such: a step of many small kernels then costs the host little. What
+            forward decides by numbers in tensors, or takes from outside, stays as it was captured. What cannot be
+            captured runs as without graphs, and is logged once. See docs/graphs.md.
         timeout: after how many seconds without progress a wait for a replica ends in `ReplicaTimeout`, which has the
             Python stack of the stuck replica; progress is any part of its work that a replica has finished.
             None: never. Choose more than the whole forward, or backward, of the slowest replica can take. The first
@@ -122,9 +128,9 @@ class DataParallel(Wrapper, nn.DataParallel[M]):
     processes while backward still runs. Forwards without gradients stay in their process; with `sync_batch_norm=True`
     those in training mode exchange batch norm's statistics, so every process calls them.
 
-    `dim`, `shares`, `parts`, `rescue`, `timeout`, `scalars`, `in_dims`, `out_dims` and `sync_batch_norm` can be
-    assigned between steps: `model.shares = [2, 1]`. Attributes that only the module has are read from it and assigned
-    to it: `model.config`.
+    `dim`, `shares`, `parts`, `rescue`, `graphs`, `timeout`, `scalars`, `in_dims`, `out_dims` and `sync_batch_norm` can
+    be assigned between steps: `model.shares = [2, 1]`. Attributes that only the module has are read from it and
+    assigned to it: `model.config`.
 
     Attributes:
         module (nn.Module): your module, with the parameters that are trained.
@@ -147,6 +153,7 @@ class DataParallel(Wrapper, nn.DataParallel[M]):
     shares: Shares
     parts: int
     rescue: bool
+    graphs: bool
     timeout: float | None
     scalars: Scalars
     in_dims: Any
@@ -167,6 +174,7 @@ class DataParallel(Wrapper, nn.DataParallel[M]):
         shares: Shares = "chunk",
         parts: int = 1,
         rescue: bool = False,
+        graphs: bool = False,
         timeout: float | None = None,
         scalars: Scalars = "stack",
         in_dims: Any = ...,
@@ -193,6 +201,7 @@ class DataParallel(Wrapper, nn.DataParallel[M]):
             shares=shares,
             parts=parts,
             rescue=rescue,
+            graphs=graphs,
             timeout=timeout,
             sync_batch_norm=sync_batch_norm,
         )
@@ -211,6 +220,8 @@ class DataParallel(Wrapper, nn.DataParallel[M]):
             module.to(devices[0])
             if rescue and communicator is None:
                 log_once(_NO_RESCUE.format(device=devices[0]))
+            if graphs and not self._options.accelerators:
+                log_once(_NO_GRAPHS.format(device=devices[0]))
         if communicator is not None:
             gradient_sync = GradientSync(communicator, devices[0], loss)
             gradient_sync.sync_module_states(module)

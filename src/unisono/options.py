@@ -67,6 +67,7 @@ class WrapperOptions(TypedDict, total=False):
     shares: Shares
     parts: int
     rescue: bool
+    graphs: bool
     timeout: float | None
     scalars: Scalars
     in_dims: Any
@@ -113,6 +114,7 @@ class Options:
     measured: dict[tuple[bool, str | None], MeasuredShares] | None
     parts: int
     rescue: bool
+    graphs: bool
     timeout: float | None
     scalars: Scalars
     in_dims: Any
@@ -217,7 +219,7 @@ _CHECKS: Mapping[str, Callable[[Options, str, Any], Any]] = {
     "dim": lambda _, name, value: check_dim(value),
     "shares": _check_shares,
     "parts": lambda _, name, value: check_parts(value),
-    "rescue": lambda _, name, value: check_flag(value, name),
+    **dict.fromkeys(("rescue", "graphs"), lambda _, name, value: check_flag(value, name)),
     "timeout": lambda _, name, value: check_timeout(value, name),
     "scalars": lambda _, name, value: check_scalars(value),
     "in_dims": lambda _, name, value: check_dims(value, name),

@@ -14,6 +14,7 @@ import contextlib
 import math
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import Any, TypeAlias
@@ -21,6 +22,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
+from unisono.engines.graphed import refuse, why_without_graphs
 from unisono.engines.lanes import Lane, LaneCall
 from unisono.engines.replica import ReplicaPool
 from unisono.engines.step import NOTES, run_step
@@ -176,11 +178,16 @@ def _is_alone(options: Options, method: str | None, is_compiling: bool) -> bool:
     if options.parts > 1:
         return False
     if len(options.devices) == 1:
-        return True
+        return inside_replica() or is_compiling or not _is_graphed_alone(options, in_ranks=False)
     if options.measured is None or is_compiling or inside_replica():
         return False
     shares = options.measured_for(method)
     return shares.is_frozen and shares.on_first_device and not shares.should_time_next()
+
+
+def _is_graphed_alone(options: Options, *, in_ranks: bool) -> bool:
+    """Return whether there is one device, and its steps may be graphs of kernels: else the module itself runs."""
+    return options.graphs and bool(options.accelerators) and len(options.devices) == 1 and not in_ranks
 
 
 def _run_uncompiled(
@@ -349,11 +356,12 @@ def plan_of(
         counts_as = has_several, method, arguments.flags, (tracked, pool.blueprint.root.training, replica_path())
     rules = part_rules = options.rules(memory.warnings)
     is_rank_of_one = in_ranks and len(options.devices) == 1
-    if is_rank_of_one:  # as with one device alone: outputs are not joined, and 0-dim ones stay 0-dim
+    # As with one device alone outputs are not joined, and 0-dim ones stay 0-dim.
+    if is_rank_of_one or _is_graphed_alone(options, in_ranks=in_ranks):
         rules = OutputRules(options.dim, None, options.scalars)
     # These have something to be done around backward, or run it again.
     has_more = bool(options.rescue or options.parts > 1 or options.sync_batch_norm)
-    return StepPlan(
+    plan = StepPlan(
         method=method,
         flags=arguments.flags,
         axes=tuple(arguments.axes),
@@ -370,6 +378,7 @@ def plan_of(
         rescue=options.rescue,
         timeout_s=options.timeout,
         is_timed=is_timed,
+        graphs=False,
         in_one_graph=is_rank_of_one and tracked and not has_more,
         has_several=has_several,
         carries_objects=carries_objects(arguments),
@@ -377,6 +386,11 @@ def plan_of(
         counts_as=counts_as,
         is_early=not (pool is None or memory.first_steps.are_past(counts_as)),
     )
+    if not options.graphs or pool is None or here:
+        return plan
+    reason = why_without_graphs(pool.blueprint, plan, in_ranks=in_ranks, has_wrappers=has_wrappers)
+    refuse(pool.blueprint, reason, for_good=False)
+    return plan if reason or is_timed else replace(plan, graphs=True, in_one_graph=False)
 
 
 def arguments_of(wrapper: Wrapper, method: str | None, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
@@ -527,7 +541,10 @@ def on_all_devices(
         if plan is not None:
             arguments.rows, arguments.axes = plan.rows, plan.axes
         else:
-            _with_rows(wrapper, method, arguments)
+            if _is_graphed_alone(options, in_ranks=in_ranks):  # as the module, it takes inputs of any rows
+                arguments.rows, arguments.axes = None, [None] * len(arguments.leaves)
+            else:
+                _with_rows(wrapper, method, arguments)
             if pool is not None and pool.blueprint.observers and tracked and not in_ranks:
                 # A hook keeps tensors of the replicas for the caller: they have to be a part of the caller's graph.
                 freeze(frozen)

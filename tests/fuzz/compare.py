@@ -23,6 +23,8 @@ from fuzz.program import Program, Step
 from fuzz.side import ONE_PROCESS, Observed, Rank, Side, devices_of
 from helpers.contract import at
 from helpers.garbage import collected
+from unisono.engines import graphed
+from unisono.leftovers import first_steps
 from unisono.runtime.errors import forget_logged
 from unisono.verification.compare import difference, largest
 
@@ -72,11 +74,15 @@ def run(program: Program, timeout_s: float, rank: Rank = ONE_PROCESS, agree: Any
         gc.collect()
         gc.freeze()  # the collections below look at what this program makes
         before, sides = process_state(), []
+        steps_before = first_steps._FIRST, graphed._NUM_BEFORE
+        if program.graphs:
+            first_steps._FIRST = graphed._NUM_BEFORE = 1
         try:
             sides.append(Side(program, rank, None))
             sides.append(Side(program, rank, wrapped))
             outcome = _run_steps(program, sides[0], sides[1], agree)
         finally:
+            first_steps._FIRST, graphed._NUM_BEFORE = steps_before
             for side in sides:
                 side.error = None  # whose frames refer to this side
             if "compiled" in program.traits:
@@ -161,6 +167,8 @@ def wrap(program: Program, module: nn.Module, outermost: bool, timeout_s: float,
         options["shares"] = program.shares
         options["parts"] = program.parts
     options |= {"loss": program.loss, "rescue": program.rescue, "timeout": timeout_s}
+    if outermost:
+        options["graphs"] = program.graphs
     return unisono.DataParallel(module, devices_of(program, rank, num_replicas), **options)
 
 

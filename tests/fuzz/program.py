@@ -56,6 +56,7 @@ class Program(_PrintedAsPython):
     profile: bool = False  # whether all of it is recorded
     rescue: bool = False
     parts: int = 1
+    graphs: bool = False  # whether replicas run as graphs of kernels, from the third step of a kind on
     seed: int = 0  # of the parameters
     # The first step that is compared. Nothing looks at the numbers before, as no training loop does: so what only the
     # first steps of a structure do, such as to wait for a device, hides no fault of a later one.

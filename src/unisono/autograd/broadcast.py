@@ -99,12 +99,18 @@ class CoalescedBroadcast:
         Those in buckets are in the memory that stays, as objects of their own in each call.
         """
         self.renew(copies)
-        found: list[dict[int, torch.Tensor]] = [{} for _ in self._devices]
-        for (i, _), memory in self._memory.items():
-            found[i].update(zip(memory.numbers, [view.detach() for view in memory.views], strict=True))
+        found = [self.memory_of(i) for i, _ in enumerate(self._devices)]
         for number in self._others:
             for i in self._remote[self._tensors[number].device]:
                 found[i][number] = copies.to(self._tensors[number], i)
+        return found
+
+    def memory_of(self, replica: int) -> dict[int, torch.Tensor]:
+        """Return a replica's memory that stays, as tensors by number, as objects of their own in each call."""
+        found: dict[int, torch.Tensor] = {}
+        for (i, _), memory in self._memory.items():
+            if i == replica:
+                found.update(zip(memory.numbers, [view.detach() for view in memory.views], strict=True))
         return found
 
     def renew(self, copies: Copies) -> None:

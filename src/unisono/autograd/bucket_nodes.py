@@ -60,7 +60,7 @@ _PICKLED = (
 
 # Added to the sequence numbers of nodes that torch's engine runs as soon as they are ready. A LiveNode comes before the
 # next forward's boundary, whose gradients would need memory beside its own.
-_FIRST = 1 << 62
+RUN_FIRST = 1 << 62
 
 
 # What gets the gradients of a backward of the boundary, by collector.
@@ -417,7 +417,7 @@ def token_of(collector: Collector) -> torch.Tensor:
     """Return a token for the live tensors of a collector."""
     token: torch.Tensor = LiveNode.apply(collector, *collector.live)  # type: ignore[no-untyped-call]
     if token.grad_fn is not None:
-        graph_nodes.run_first(token.grad_fn, _FIRST)
+        graph_nodes.run_first(token.grad_fn, RUN_FIRST)
     return token
 
 
@@ -485,7 +485,7 @@ def own_tensors(
     """
     of_node = token, collector.mark, leaf, collector, bucket, replica
     tensors: tuple[torch.Tensor, ...] = BucketNode.apply(*of_node, lambda: tuple(given))  # type: ignore[no-untyped-call]
-    graph_nodes.run_first(tensors[0].grad_fn, _FIRST)
+    graph_nodes.run_first(tensors[0].grad_fn, RUN_FIRST)
     _collectors[id(collector)] = collector
     if collector.frozen:  # by an earlier forward
         collector.frozen.difference_update([each for each in [*collector.frozen] if each[:2] == (bucket, replica)])

@@ -165,13 +165,14 @@ class ReplicaGraphs:
     passes: Passes  # how backwards run
     # Called when a backward has freed the graphs; keeps alive what they need.
     on_release: Callable[[], object]
+    on_higher_order: Callable[[], object] | None  # called by a backward with create_graph=True
     # Called when the first backward has run, whether or not it has freed the graphs; None: nothing is.
     on_backward: Callable[[], object] | None
     # What these graphs count for when several processes sum the parameters' gradients; None: they do not.
     sync_context: SyncContext | None
     replay: "Repeater | None"  # runs a backward of these graphs, again after a failure; None: a failure is final
     step: StepRecording | None  # the one that these graphs are part of, if it is recorded
-    is_in_parts: bool  # whether a replica has run its shard in parts
+    without_ways: str  # why outputs have no gradients by others to which they lead; "": they have
     buffers: BuffersInBackward | None  # for activation checkpoints; None: there are none
     levels: Sequence[int]  # of each output, as in `Ways`
     on_way: dict[int, Joined | None]  # those that others lead to, by number; None: not joined yet
@@ -320,8 +321,8 @@ class ReplicaGraphs:
     def why_no_gradient(self, output: int) -> str | None:
         """Return why an output that lies on the way to others has no gradient by these; None if it has one."""
         each = self.outputs[output]
-        if self.is_in_parts:
-            return "replicas compute them in parts (parts=, or rescue=)"
+        if self.without_ways:
+            return self.without_ways
         if isinstance(each.placement, Single) and each.placement.is_common:
             return f"all replicas return the same {each.name} (out_dims=None)"
         if isinstance(each.placement, WeightedSum):
@@ -448,6 +449,8 @@ class ReplicaGraphs:
             every = self.all_inputs
             inputs = {k: every[k] for k in wanted}
         self.keep = True
+        if self.on_higher_order is not None:
+            self.on_higher_order()
         incoming: list[LeafTensors] = []
         end_grads: list[Gradients] = [[] for _ in self.timings]
         for each, grad in zip(self.outputs, output_grads, strict=True):

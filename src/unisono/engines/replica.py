@@ -142,6 +142,7 @@ class Replicas:
         run_whole: whether each replica runs once, with its part of one batch.
         in_one_graph: whether the graph of the one replica is a part of the caller's (`StepPlan.in_one_graph`).
         writes: what looks at hooks that keep what they see in backward; None: nothing does.
+        graphs: the `Graphs` of their kernels (graphed.py); None: there are none.
     """
 
     def __init__(
@@ -164,6 +165,7 @@ class Replicas:
         self.live_of = [replica.live_of for replica in each]
         self.is_remote = any([replica.is_remote for replica in each])
         self._kept: KeptReplicas | None = kept
+        self.graphs: Any = None
         self._devices = kept.devices
         self._in_backward: BuffersInBackward | None = None
         self._returns_to = returns_to
@@ -204,6 +206,11 @@ class Replicas:
             live, names = self._blueprint.modules, self._blueprint.names
             self._in_backward = BuffersInBackward(modules, live, names, self._devices, source)
         return self._in_backward
+
+    def memory_of(self, index: int) -> dict[int, torch.Tensor]:
+        """Return the memory of one replica in use for live tensors, by their ids; empty where it has theirs."""
+        assert self._kept is not None
+        return self._kept.broadcast.memory_of(index)
 
     def are_unchanged(self) -> bool:
         """Return whether the replicas are as they were made.

@@ -40,6 +40,7 @@ from unisono.autograd.linked import BoundaryTensor, LeafTensors, LinkedParameter
 from unisono.autograd.one_graph import OneGraph
 from unisono.autograd.replica_graph import CapturedTensors, Passes, ReplicaGraphs, pass_on
 from unisono.engines.compile_lock import compiler_prepared, kind_of
+from unisono.engines.graphed import HIGHER_ORDER, GraphedReplica, Graphs, refuse, why_not
 from unisono.engines.parts import parts_of, run_in_parts
 from unisono.engines.replica import ReplicaPool
 from unisono.engines.rescue import Replay, run_rescued
@@ -103,6 +104,10 @@ NOTES = {
     "requires_grad flags of leaf": _ASSIGNED_FLAG,
     "can't optimize a non-leaf Tensor": _OPTIMIZER_INSIDE,
 }
+
+# Why an output has no gradient by another one to which it leads.
+_IN_PARTS = "replicas compute them in parts (parts=, or rescue=)"
+_AS_GRAPHS = "replicas run as graphs of kernels (graphs=)"
 
 # torch warns where `.grad` of a tensor that is no leaf is read, as torch.compile does. A replica's parameters have one.
 _GRAD_OF_NO_LEAF = ("ignore", re.compile("The .grad attribute of a Tensor that is not a leaf"), UserWarning, None, 0)
@@ -240,6 +245,15 @@ class Step:
             bool(limits) and any(limits.get(n, k) < k for n, k in zip(plan.replica_numbers, plan.sizes, strict=True))
         )
         self._passes = self._passes_of(pool.blueprint)
+        self._graphed = self._graphs_of_step() if plan.graphs and not plan.is_early else None
+
+    def _graphs_of_step(self) -> Sequence[GraphedReplica] | None:
+        """Return what runs in the replicas' place in this step, as graphs of kernels; None: they run themselves."""
+        replicas = self._replicas
+        if replicas.graphs is None:
+            replicas.graphs = Graphs(self._pool.blueprint)
+        found: Sequence[GraphedReplica] | None = replicas.graphs.of_step(self._plan, replicas, self._shards.of_replicas)
+        return found
 
     def _run(self, contexts: ReplicaContext) -> list[Any]:
         """Run the replicas on their shards (3); return their outputs."""
@@ -267,8 +281,9 @@ class Step:
         runs_whole = plan.runs_whole and not self._memory.row_limits
         replicas.run_whole, replicas.rows = runs_whole, plan.sizes if runs_whole else plan.sizes_of_runs
         replicas.in_one_graph = plan.in_one_graph
-        is_as_before = not replicas.are_new and replicas.attributes.is_current()
-        self._kept = [] if is_as_before else replicas.assigned(outputs)
+        self._assigns = not replicas.attributes.is_current()
+        self._kept = replicas.assigned(outputs) if replicas.are_new or self._assigns else []
+        self._outputs = outputs if plan.graphs and self._graphed is None else None
         if timeline.recording:
             timeline.mark(timeline.GATHER)
         is_summed = self._call.sync_context is not None and self._tracked
@@ -281,7 +296,7 @@ class Step:
             self._replay.forward_has_run()
         self._changes = changes = self._replicas.each[0].registries.changes()
         of_buffers = _groups_of(changes, len(plan.devices)) if changes and self._tracked else []
-        outputs = _boundary_outputs(plan, matched.groups, of_buffers)
+        outputs, captured = _boundary_outputs(plan, matched.groups, of_buffers), CapturedTensors()
         if self._tracked:
             # A reentrant checkpoint runs a backward inside the caller's; and around backward, checkpoints are given
             # what they read of buffers that forward has reassigned.
@@ -291,6 +306,8 @@ class Step:
             is_one_graph = plan.in_one_graph and not (runs_again or self._pool.has_wrappers)
             is_one_graph = is_one_graph and (self._step is None or plan.on_host)
             captured = self._captured_tensors([*matched.groups, *of_buffers], in_one_graph=is_one_graph)
+            if self._graphed:
+                captured = captured._replace(ways=self._replicas.graphs.ways)
             graphs = None if is_one_graph else self._graphs(captured, outputs)
             if graphs is not None and self._again is not None:
                 return self._again.take(graphs)
@@ -300,7 +317,17 @@ class Step:
         else:
             joined = [each.join(each.tensors) for each in outputs]
         self._joined_buffers = joined[len(matched.groups) :]
+        if self._outputs is not None:
+            self._look_for_graphs(self._outputs, captured)
         return matched.put_together(joined, plan.output_device)
+
+    def _look_for_graphs(self, outputs: Sequence[Any], captured: CapturedTensors) -> None:
+        """Look at a step that has run without graphs: may later ones have them?"""
+        of_step = {"assigns": self._assigns, "has_new_buffers": bool(self._changes)}
+        of_step["has_more"] = bool(self._memory.written or self._reached or self._frozen or self.linked.frozen())
+        if self._replicas.graphs is not None:
+            self._replicas.graphs.ways = captured.ways
+        refuse(self._pool.blueprint, why_not(outputs, self._replicas.live_of, captured, **of_step))
 
     def _commit(self) -> None:
         """Give the live module what the replicas have for it (7)."""
@@ -407,9 +434,10 @@ class Step:
     def _run_replicas(self, contexts: ReplicaContext) -> list[Any]:
         plan = self._plan
         of_call = plan, self._memory.row_limits, self._shards, self._replicas.roots, self._copies, self.timings
+        graphed: Sequence[GraphedReplica | None] = self._graphed or [None] * len(plan.devices)
         num_nodes, begun = [0] * len(plan.devices), checkpoints.begun
         hooks, reentrant = begun.hooks, begun.reentrant
-        tasks = [partial(_call_replica, *of_call, num_nodes, i) for i, _ in enumerate(plan.devices)]
+        tasks = [partial(_call_replica, *of_call, num_nodes, i, graphed[i]) for i, _ in enumerate(plan.devices)]
         try:
             # No variable may hold the outcomes: an error's traceback refers to this frame.
             return values_or_raise(run_together(tasks, plan.devices, contexts, plan.timeout_s, plan.names), plan.names)
@@ -466,11 +494,12 @@ class Step:
             captured=captured,
             passes=self._passes,
             on_release=self._replicas.end_backward,
+            on_higher_order=partial(refuse, self._pool.blueprint, HIGHER_ORDER) if plan.graphs else None,
             on_backward=self._replicas.backward_has_run if self._replicas.writes is not None else None,
             sync_context=call.sync_context,
             replay=self._replay if self._again is None else None,
             step=self._step,
-            is_in_parts=self._is_in_parts,
+            without_ways=_AS_GRAPHS if self._graphed else _IN_PARTS if self._is_in_parts else "",
             buffers=self._buffers_in_backward,
             levels=captured.ways.levels or [0] * len(outputs),
             on_way=dict.fromkeys(captured.ways.on_way) if captured.ways.on_way else {},
@@ -487,16 +516,18 @@ def _call_replica(
     timings: Sequence[ReplicaTiming],
     num_nodes: list[int],
     index: int,
+    graphed: GraphedReplica | None,
 ) -> Any:
     """Call a replica with its inputs, in its thread, as a whole or in parts; note how long it took.
 
     Args:
         num_nodes: takes how many nodes of graphs it has made, one number a replica.
+        graphed: what runs in its place; None: itself.
     """
     started, first_node = time.perf_counter(), graph_nodes.sequence_number()
     copies.wait_copies(index)
     root, (args, kwargs) = roots[index], shards.of_replicas[index]
-    function = called(root, plan.method)
+    function = graphed or called(root, plan.method)
     parts = parts_of(row_limits, plan, root, index) if plan.parts > 1 or row_limits else None
     if parts is None:
         output = function(*args, **kwargs)

@@ -535,6 +535,56 @@ def is_captured(device: torch.device) -> bool:
 _module_of = functools.cache(torch.get_device_module)  # by the kind's name
 
 
+def has_graphs(device: torch.device) -> bool:
+    """Return whether kernels of a device can be captured in a `Graph`."""
+    return not computes_on_host(device) and _has_graphs(device.type)
+
+
+@functools.cache
+def _has_graphs(kind: str) -> bool:
+    if kind == "cuda":
+        return True
+    try:
+        torch.accelerator.Graph()  # torch 2.12 and older have none
+    except (AttributeError, RuntimeError):
+        return False
+    return True
+
+
+class Graph:
+    """Kernels of one device, captured from the stream that is current in a thread, to be launched again together.
+
+    What the thread queues there between `begin` and `end` does not run. Other threads, and other streams, go on.
+
+    Args:
+        device: it and a stream of it are current in `begin`, `end` and `launch`.
+        pool: of a graph that is launched before this one, and never at once: its memory is used again.
+
+    Attributes:
+        pool: where what is allocated meanwhile comes from; set by `end`.
+    """
+
+    def __init__(self, device: torch.device, pool: Any = None) -> None:
+        mode: dict[str, Any] = {"pool": pool, "capture_error_mode": "thread_local"}
+        if is_cuda(device):
+            self._graph: Any = torch.cuda.CUDAGraph()
+            self._begin = functools.partial(self._graph.capture_begin, **mode)
+        else:
+            self._graph = torch.accelerator.Graph(**mode)
+            self._begin = self._graph.capture_begin
+        self.launch: Callable[[], None] = self._graph.replay
+        self.pool = pool
+
+    def begin(self) -> None:
+        """Begin to capture."""
+        self._begin()
+
+    def end(self) -> None:
+        """End it; raise torch's error if something that cannot be captured was called."""
+        self._graph.capture_end()
+        self.pool = self._graph.pool()
+
+
 def random_states(devices: Sequence[torch.device] | None = None) -> list[torch.Tensor]:
     """Return the state of the random number generator of the host, then of each accelerator that has one of its own.
 

@@ -394,6 +394,11 @@ def copy_stream(device: torch.device, from_host: bool = False) -> torch.Stream:
     return _stream(device, "from the host" if from_host else "copies")
 
 
+def capture_stream(device: torch.device) -> torch.Stream:
+    """Return the stream of an accelerator on which kernels are captured instead of running."""
+    return _stream(device, "captures")
+
+
 def _send_stream(device: torch.device) -> torch.Stream:
     """Return the stream of an accelerator that sends on what has arrived there."""
     return _stream(device, "sends")

@@ -41,7 +41,7 @@ class ThreadState:
         return cls(
             grad_enabled=torch.is_grad_enabled(),
             inference=torch.is_inference_mode_enabled(),
-            autocast=_autocast() if modes.any_autocast() else (),
+            autocast=autocast_types(),
             autocast_cache=torch.is_autocast_cache_enabled(),
             saved_tensor_hooks_disabled=modes.saved_tensor_hooks_disabled(),
             default_device=modes.default_device(),
@@ -88,7 +88,10 @@ def modes_that_stay() -> bool:
     )
 
 
-def _autocast() -> tuple[tuple[str, torch.dtype], ...]:
+def autocast_types() -> tuple[tuple[str, torch.dtype], ...]:
+    """Return the kinds of device for which autocast is on in the calling thread, each with its dtype."""
+    if not modes.any_autocast():
+        return ()
     return tuple([(t, torch.get_autocast_dtype(t)) for t in _AUTOCAST_TYPES if torch.is_autocast_enabled(t)])
 
 
