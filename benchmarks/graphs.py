@@ -69,9 +69,8 @@ class Training:
 
 
 def _queued() -> int:
-    return (
-        sum([queued + at_once for queued, at_once in async_device.C.counts().values()]) + async_device.C.num_replays()
-    )
+    operations = sum([sum(counts) for counts in async_device.C.counts().values()])
+    return int(operations + async_device.C.num_replays())
 
 
 def main() -> None:

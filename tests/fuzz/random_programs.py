@@ -97,4 +97,5 @@ def random_program(seed: int, place: str) -> Program:
     runs_twice = needs_whole and options["wraps"] in ("twice", "both")
     can_have_parts = traits.isdisjoint(_ERRORS_IN_PARTS) and not runs_twice
     parts = draw.choice((1, 1, 1, 2, 3)) if can_have_parts else 1
-    return Program(steps=tuple(steps), parts=parts, **options)
+    graphs = place == ASYNCHRONOUS and draw.random() < 0.3
+    return Program(steps=tuple(steps) * (3 if graphs else 1), parts=parts, graphs=graphs, **options)

@@ -246,6 +246,8 @@ class Step:
         )
         self._passes = self._passes_of(pool.blueprint)
         self._graphed = self._graphs_of_step() if plan.graphs and not plan.is_early else None
+        if not plan.graphs:
+            self._replicas.graphs = None
 
     def _graphs_of_step(self) -> Sequence[GraphedReplica] | None:
         """Return what runs in the replicas' place in this step, as graphs of kernels; None: they run themselves."""

@@ -1,0 +1,391 @@
+"""Graphs of kernels (graphs=True): bits, gradients and state are those of the steps without them, and what cannot be
+captured runs without, for a reason that is logged once.
+
+The asynchronous device counts the graphs that are launched, and fills memory that a graph uses again with NaN.
+"""
+
+import gc
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fuzz.contract import programs
+from fuzz.program import ASYNCHRONOUS
+from fuzz.servers import ProgramServer
+from helpers.contract import DEVICES, ON_CPU
+from unisono import DataParallel
+
+needs_graphs = pytest.mark.skipif(
+    ON_CPU or DEVICES[0].startswith("cuda"), reason="counts launches of the asynchronous device"
+)
+NUM_FIRST = 4  # steps of a kind that run without graphs
+
+# Programs of the contract that have graphs: some of each kind, because there are many.
+NAMES = (
+    *("linear/silu_inplace", "tied/weight, layer", "norm/layer", "normed weight/parametrized weight_norm"),
+    *("buffers/in place", "views/strided", "random/dropout", "unused/parameters", "attribute tensors/plain"),
+    *("forwards_one_backward", "backward_twice", "gradients_of_some", "gradient_scaler", "eval_between", "autocast"),
+    *("replace_parameter", "load_state_dict", "two_threads", "tensors_saved_on_cpu", "a shared layer in a mode"),
+    *("inputs: nested", "inputs: with a table", "outputs: dataclass", "outputs: column", "outputs: 0-dim"),
+)
+
+
+def num_launches() -> int:
+    import async_device
+
+    return int(async_device.C.num_replays())
+
+
+class Net(nn.Module):
+    """What a graph could get wrong: buffers that forward writes, random numbers, a layer that is not used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.unused = nn.Linear(5, 8), nn.Linear(8, 3), nn.Linear(2, 2)
+        self.norm, self.dropout = nn.BatchNorm1d(8), nn.Dropout(0.3)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        hidden = self.dropout(torch.relu(self.norm(self.first(x))))
+        return {"output": self.last(hidden), "size": hidden.square().sum(1)}
+
+
+class Training:
+    """A model that is trained on all devices, and all that its steps have shown."""
+
+    def __init__(
+        self, *, graphs: bool, make: Callable[[], nn.Module] = Net, devices: Any = None, **options: Any
+    ) -> None:
+        torch.manual_seed(0)
+        self.module = make().to(DEVICES[0])
+        options.setdefault("sync_batch_norm", False)
+        self.model = DataParallel(self.module, devices or DEVICES, graphs=graphs, **options)
+        self.optimizer = torch.optim.SGD(self.module.parameters(), lr=0.1, momentum=0.9)
+        self.draw = torch.Generator().manual_seed(1)
+        self.seen: list[Tensor] = []
+
+    def inputs(self, rows: int = 8) -> Tensor:
+        return torch.randn(rows, 5, generator=self.draw).to(DEVICES[0])
+
+    def forward(self, rows: int = 8) -> Tensor:
+        """Return a loss."""
+        output = self.model(self.inputs(rows))
+        self.seen += [each.detach().clone() for each in output.values()]
+        return output["output"].square().mean() + 0.1 * output["size"].mean()
+
+    def step(self, rows: int = 8) -> None:
+        self.optimizer.zero_grad()
+        self.forward(rows).backward()
+        self.optimizer.step()
+
+    def steps(self, number: int = NUM_FIRST) -> None:
+        for _ in range(number):
+            self.step()
+
+    def state(self) -> list[Tensor]:
+        gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
+        return [*self.seen, *self.module.state_dict().values(), *gradients]
+
+
+def assert_same_bits(run: Callable[[Training], None], **options: Any) -> int:
+    """Assert that what `run` does is the same with graphs as without; return how many it has launched."""
+    without = Training(graphs=False, **options)
+    run(without)
+    before, with_graphs = num_launches(), Training(graphs=True, **options)
+    run(with_graphs)
+    expected, found = without.state(), with_graphs.state()
+    assert len(expected) == len(found)
+    assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
+    return num_launches() - before
+
+
+@needs_graphs
+@pytest.mark.parametrize("num_devices", [1, len(DEVICES)])
+def test_steps_have_the_same_bits(num_devices: int) -> None:
+    """N20"""
+    num = assert_same_bits(lambda training: training.steps(8), devices=DEVICES[:num_devices])
+    assert num >= 3 * 3 * num_devices  # forward, and backward up to the bucket and after it
+
+
+def forwards_in_flight(training: Training) -> None:
+    training.steps(3 * NUM_FIRST)
+    for _ in range(4):
+        training.optimizer.zero_grad()
+        losses = [training.forward() for _ in range(3)]
+        losses[1].backward()
+        losses[0].backward()
+        losses[2].backward()
+        training.optimizer.step()
+
+
+def other_gradients(training: Training) -> None:
+    training.steps()
+    for number in range(6):
+        output = training.model(training.inputs())
+        training.optimizer.zero_grad()
+        chosen = [output["output"].sum(), output["size"].sum(), output["size"][:3].sum() + output["output"][0, 0]]
+        chosen[number % 3].backward()
+        training.optimizer.step()
+
+
+def two_backwards(training: Training) -> None:
+    training.steps()
+    for _ in range(3):
+        loss = training.forward()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        training.optimizer.step()
+
+
+def some_gradients(training: Training) -> None:
+    training.steps()
+    for _ in range(2):
+        training.seen += torch.autograd.grad(training.forward(), [training.module.last.weight])
+
+
+def evaluation_between(training: Training) -> None:
+    for _ in range(2):
+        training.steps(6)
+        training.model.eval()
+        with torch.no_grad():
+            for _ in range(6):
+                training.forward()
+        training.model.train()
+
+
+def other_parameters(training: Training) -> None:
+    training.steps(6)
+    training.module.last.weight.data = training.module.last.weight.data * 2
+    training.steps(6)
+    training.module.first = nn.Linear(5, 8).to(DEVICES[0])
+    training.optimizer = torch.optim.Adam(training.module.parameters())
+    training.steps(6)
+
+
+def batches_of_other_sizes(training: Training) -> None:
+    for _ in range(6):
+        for rows in (8, 7, 6, 9):
+            training.step(rows)
+
+
+def under_autocast(training: Training) -> None:
+    for _ in range(7):
+        training.optimizer.zero_grad()
+        with torch.autocast(torch.device(DEVICES[0]).type, torch.bfloat16):
+            loss = training.forward()
+        loss.backward()
+        training.optimizer.step()
+        training.step()
+
+
+def inputs_that_need_gradients(training: Training) -> None:
+    for _ in range(7):
+        x = training.inputs().requires_grad_()
+        training.model(x)["output"].square().sum().backward()
+        training.seen.append(x.grad)  # type: ignore[arg-type]
+
+
+@needs_graphs
+@pytest.mark.parametrize(
+    "run",
+    [
+        *(forwards_in_flight, other_gradients, two_backwards, some_gradients, evaluation_between, other_parameters),
+        *(batches_of_other_sizes, under_autocast, inputs_that_need_gradients),
+    ],
+)
+def test_bits_with_graphs(run: Callable[[Training], None]) -> None:
+    """N20"""
+    assert assert_same_bits(run) > 0
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ProgramServer]:
+    found = ProgramServer(ASYNCHRONOUS, 120.0)
+    yield found
+    found.end()
+
+
+@needs_graphs
+@pytest.mark.parametrize("name", NAMES)
+def test_a_program_with_graphs_is_the_plain_modules(name: str, server: ProgramServer) -> None:
+    """N20"""
+    (program, *_) = programs(name, ASYNCHRONOUS, (2,))
+    program = replace(program, graphs=True, steps=program.steps * 4)
+    outcome = server.run(program)
+    assert outcome.difference is None, f"{program!r}: {outcome.difference.text}"
+    assert outcome.num_steps == len(program.steps)
+
+
+# ---- what has no graphs ---------------------------------------------------------------------------
+
+
+class Reads(Net):
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        found = super().forward(x)
+        return found if found["size"].max().item() > 0 else {}
+
+
+class Counts(Net):
+    calls = 0
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        self.calls += 1
+        return super().forward(x)
+
+
+class Draws(Net):
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return super().forward(x * torch.rand(()).to(torch.float64).item())
+
+
+class Reassigns(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(5))
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        self.mean = 0.9 * self.mean + x.detach().mean(0)
+        return super().forward(x - self.mean)
+
+
+class Checkpoints(Net):
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        run = super().forward
+        return torch.utils.checkpoint.checkpoint(run, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+def with_hook() -> Net:
+    module = Net()
+    module.first.register_forward_hook(lambda *_: None)
+    return module
+
+
+@needs_graphs
+@pytest.mark.parametrize(
+    ("make", "options", "reason"),
+    [
+        (Reads, {}, "cannot be captured (queued error: operation not permitted when stream is capturing"),
+        (Counts, {}, "forward assigns attributes"),
+        (Reassigns, {}, "forward assigns buffers"),
+        (Checkpoints, {}, "activation checkpoint"),
+        (with_hook, {}, "has hooks"),
+        (Net, {"sync_batch_norm": True}, "batch norm sees the rows of all replicas"),
+        (Net, {"devices": [DEVICES[0]] * 2}, "two replicas are on one device"),
+        (Net, {"rescue": True}, "parts or rescue"),
+        (lambda: torch.compile(Net(), backend="eager"), {}, "compiled"),
+    ],
+)
+def test_what_cannot_be_captured_runs_without(
+    make: Callable[[], nn.Module], options: dict[str, Any], reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """N20: the numbers are the same, and the log says why, once."""
+    assert assert_same_bits(lambda training: training.steps(7), make=make, **options) == 0
+    said = [r.getMessage() for r in caplog.records if "run without graphs" in r.getMessage()]
+    assert len(said) == 1
+    assert reason in said[0]
+
+
+def test_the_cpu_has_none(caplog: pytest.LogCaptureFixture) -> None:
+    """N20"""
+    for devices in (["cpu"], ["cpu"] * 2):
+        model = DataParallel(nn.Linear(2, 2), devices, graphs=True)
+        for _ in range(6):
+            model(torch.ones(4, 2)).sum().backward()
+    assert "graphs=True does nothing on cpu" in caplog.text
+    assert "run without graphs, because the CPU has none" in caplog.text
+
+
+@needs_graphs
+def test_a_failure_in_forward_leaves_everything_as_it_was() -> None:
+    """N20: before, while and after it is captured."""
+
+    class Fails(Net):
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            found = super().forward(x)
+            if fails:
+                raise ValueError("as told")
+            return found
+
+    fails = False
+
+    def run(training: Training) -> None:
+        nonlocal fails
+        for number in range(9):
+            fails = number in (2, 4)  # the first one is without graphs; in the second one it would be captured
+            state = {name: value.clone() for name, value in training.module.state_dict().items()}
+            if not fails:
+                training.step()
+                continue
+            with pytest.raises(ValueError, match="as told"):
+                training.step()
+            now = training.module.state_dict()
+            assert all(torch.equal(value, now[name]) for name, value in state.items())
+
+    assert_same_bits(run, make=Fails)
+
+
+@needs_graphs
+def test_derivatives_of_a_higher_order() -> None:
+    """N20: seen in the first steps, there are no graphs; later it is an error."""
+    training = Training(graphs=True)
+    training.steps(7)
+    with pytest.raises(RuntimeError, match="cannot be differentiated"):
+        training.forward().backward(create_graph=True)
+
+
+@needs_graphs
+def test_a_gradient_between_outputs_is_an_error() -> None:
+    """G3"""
+
+    class Both(nn.Linear):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+            output = super().forward(x)
+            return output.square().mean(1), output
+
+    model = DataParallel(Both(3, 2).to(DEVICES[0]), DEVICES, graphs=True)
+    before = num_launches()
+    for _ in range(7):
+        loss, output = model(torch.ones(6, 3, device=DEVICES[0]))
+        loss.sum().backward()
+    assert num_launches() > before
+    loss, output = model(torch.ones(6, 3, device=DEVICES[0]))
+    output.retain_grad()
+    with pytest.raises(RuntimeError, match="replicas run as graphs of kernels"):
+        loss.sum().backward()
+
+
+@needs_graphs
+def test_memory_is_given_back() -> None:
+    """N20: with the model, and when graphs are switched off."""
+
+    def allocated() -> int:
+        gc.collect()
+        torch.accelerator.synchronize()
+        torch.accelerator.empty_cache()
+        return sum([torch.accelerator.memory_allocated(device) for device in DEVICES])
+
+    before = allocated()
+    training = Training(graphs=True)
+    training.steps(7)
+    with_graphs = allocated()
+    training.model.graphs = False
+    training.steps(2)
+    assert before < allocated() < with_graphs
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        del training
+        assert allocated() == before
+
+
+@needs_graphs
+def test_only_the_first_kinds_of_inputs_have_graphs(caplog: pytest.LogCaptureFixture) -> None:
+    """N20"""
+    training = Training(graphs=True)
+    for _ in range(6):
+        for rows in (8, 10, 12, 14):
+            training.step(rows)
+    assert [r.getMessage() for r in caplog.records if "3 kinds of inputs of Net have graphs" in r.getMessage()]
