@@ -28,7 +28,7 @@ NUM_FIRST = 4  # steps of a kind that run without graphs
 # Programs of the contract that have graphs: some of each kind, because there are many.
 NAMES = (
     *("linear/silu_inplace", "tied/weight, layer", "norm/layer", "normed weight/parametrized weight_norm"),
-    *("buffers/in place", "views/strided", "random/dropout", "unused/parameters", "attribute tensors/plain"),
+    *("buffers/without gradients", "views/strided", "random/dropout", "unused/parameters", "attribute tensors/plain"),
     *("forwards_one_backward", "backward_twice", "gradients_of_some", "gradient_scaler", "eval_between", "autocast"),
     *("replace_parameter", "load_state_dict", "two_threads", "tensors_saved_on_cpu", "a shared layer in a mode"),
     *("inputs: nested", "inputs: with a table", "outputs: dataclass", "outputs: column", "outputs: 0-dim"),
@@ -335,6 +335,28 @@ def test_derivatives_of_a_higher_order() -> None:
     training.steps(7)
     with pytest.raises(RuntimeError, match="cannot be differentiated"):
         training.forward().backward(create_graph=True)
+
+
+@needs_graphs
+def test_what_backward_reads_may_not_be_written_before_it() -> None:
+    """R8"""
+
+    class Scales(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("scale", torch.ones(5))
+
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            self.scale.mul_(2)
+            return super().forward(self.first.weight[0] * self.scale * x)
+
+    for between in (lambda training: training.optimizer.step(), lambda training: training.forward()):
+        training = Training(graphs=True, make=Scales)
+        training.steps(6)
+        loss = training.forward()
+        between(training)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
 
 
 @needs_graphs

@@ -23,7 +23,9 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from itertools import chain
+from operator import attrgetter
 from typing import Any, NamedTuple, Self, TypeAlias
 
 import torch
@@ -60,6 +62,10 @@ _HIGHER_ORDER = (
 _FREED = (
     "Trying to backward through the replicas a second time, after a later forward has used their graphs (graphs=True). "
     "Call backward before the next forward, or set model.graphs = False."
+)
+_MODIFIED = (
+    "one of the variables needed for gradient computation has been modified by an inplace operation: a parameter or a "
+    "buffer of the module was written between forward and backward (graphs=True)."
 )
 HIGHER_ORDER = "a backward has create_graph=True"
 _CANNOT = "it cannot be captured ({})"
@@ -261,6 +267,7 @@ class GraphedReplica:
             self._graph.launch()
             if self._written:
                 torch.autograd.graph.increment_version(self._written)
+            self._versions = [*map(_version, self._saved)] if self._saved else []
             return [end.clone() for end in self._ends]
 
     def without_gradients(self, outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -280,8 +287,9 @@ class GraphedReplica:
                 attributes = DictSnapshot([module.__dict__ for module in replica.modules])
                 buffers = [b for module in replica.modules for b in module._buffers.values() if b is not None]
                 versions = versions_of(buffers)
-                # What is saved has the numbers of the latest forward, whatever its version is.
-                with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, _as_it_is):
+                # torch would compare versions with those of the captured forward; see `_saved`.
+                saved: set[int] = set()
+                with torch.autograd.graph.saved_tensors_hooks(partial(_pack, saved), _unpack):
                     output = called(replica.modules[0], self._method)(*own_args, **own_kwargs)
                 self._leaves, self._spec = pytree.flatten(output)
                 self._ends = [leaf for leaf in self._leaves if isinstance(leaf, torch.Tensor)]
@@ -298,6 +306,8 @@ class GraphedReplica:
         self._inputs_with_gradients = [slot.tensor for slot in self._inputs if slot.tensor.requires_grad]
         now = versions_of(buffers)
         self._written = [each for each, a, b in zip(buffers, versions, now, strict=True) if a != b]
+        # The module's own among what backward reads.
+        self._saved = [each for each in (*replica.tensors, *buffers) if _memory_of(each) in saved]
         self._replica, self._graph = replica, capture.last  # the replica keeps its memory
 
     def _second_replica(self) -> Replica:
@@ -326,10 +336,13 @@ class GraphedReplica:
             grads: of its outputs.
 
         Raises:
-            RuntimeError: a later forward has run in the same memory.
+            RuntimeError: a later forward has run in the same memory; or what backward reads of the module's parameters
+                and buffers was written since then.
         """
         if number != self.number:
             raise RuntimeError(_FREED)
+        if [*map(_version, self._saved)] != self._versions:
+            raise RuntimeError(_MODIFIED)
         collector, numbers = self._linked.collector, self._linked.plan.numbers
         by_bucket = collector in engine.backward_context() or not engine.backward_is_restricted()
         found: dict[int, torch.Tensor | None] = {}
@@ -543,8 +556,21 @@ class _Graphed(torch.autograd.Function):
 _graphed: Any = super(torch.autograd.Function, _Graphed).apply  # as in boundary.py
 
 
-def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+def _memory_of(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _pack(saved: set[int], tensor: torch.Tensor) -> torch.Tensor:
+    if is_plain(tensor.detach()):
+        saved.add(_memory_of(tensor))
+    return tensor.detach()
+
+
+def _unpack(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
+
+
+_version = attrgetter("_version")
 
 
 def _first_line(error: BaseException) -> str:
