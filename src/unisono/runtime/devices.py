@@ -572,7 +572,6 @@ class Graph:
         else:
             self._graph = torch.accelerator.Graph(**mode)
             self._begin = self._graph.capture_begin
-        self.launch: Callable[[], None] = self._graph.replay
         self.pool = pool
 
     def begin(self) -> None:
@@ -583,6 +582,10 @@ class Graph:
         """End it; raise torch's error if something that cannot be captured was called."""
         self._graph.capture_end()
         self.pool = self._graph.pool()
+
+    def launch(self) -> None:
+        """Queue the kernels on the current stream."""
+        self._graph.replay()
 
 
 def random_states(devices: Sequence[torch.device] | None = None) -> list[torch.Tensor]:

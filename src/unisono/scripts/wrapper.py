@@ -55,7 +55,7 @@ OPTIONS = {name: f"--{name.replace('_', '-')}" for name in ("in_dims", "out_dims
 installed: Settings | None = None  # what holds for wrappers; None while unisono is not installed
 
 # Torch's wrapper has no such options: a script's subclass may have attributes with these names.
-_NOT_TORCHS = {"loss", "process_group", "rescue", "timeout"}
+_NOT_TORCHS = {"graphs", "loss", "process_group", "rescue", "timeout"}
 
 
 def _verb(name: str) -> Callable[..., Any]:
