@@ -178,7 +178,7 @@ def _is_alone(options: Options, method: str | None, is_compiling: bool) -> bool:
     if options.parts > 1:
         return False
     if len(options.devices) == 1:
-        return inside_replica() or is_compiling or not _is_graphed_alone(options, in_ranks=False)
+        return not (options.graphs and options.accelerators) or inside_replica() or is_compiling
     if options.measured is None or is_compiling or inside_replica():
         return False
     shares = options.measured_for(method)

@@ -41,7 +41,7 @@ class ThreadState:
         return cls(
             grad_enabled=torch.is_grad_enabled(),
             inference=torch.is_inference_mode_enabled(),
-            autocast=autocast_types(),
+            autocast=autocast_types() if modes.any_autocast() else (),
             autocast_cache=torch.is_autocast_cache_enabled(),
             saved_tensor_hooks_disabled=modes.saved_tensor_hooks_disabled(),
             default_device=modes.default_device(),
@@ -90,8 +90,6 @@ def modes_that_stay() -> bool:
 
 def autocast_types() -> tuple[tuple[str, torch.dtype], ...]:
     """Return the kinds of device for which autocast is on in the calling thread, each with its dtype."""
-    if not modes.any_autocast():
-        return ()
     return tuple([(t, torch.get_autocast_dtype(t)) for t in _AUTOCAST_TYPES if torch.is_autocast_enabled(t)])
 
 
