@@ -82,7 +82,7 @@ class Training:
     def forward(self, rows: int = 8) -> Tensor:
         """Return a loss."""
         output = self.model(self.inputs(rows))
-        self.seen += [each.detach().clone() for each in output.values()]
+        self.seen += [each.detach() for each in output.values()]  # which no later step may write
         return output["output"].square().mean() + 0.1 * output["size"].mean()
 
     def step(self, rows: int = 8) -> None:
@@ -208,6 +208,13 @@ def inputs_that_need_gradients(training: Training) -> None:
 def test_bits_with_graphs(run: Callable[[Training], None]) -> None:
     """N18"""
     assert assert_same_bits(run) > 0
+
+
+@needs_graphs
+@pytest.mark.parametrize("run", [some_gradients, evaluation_between])
+def test_bits_with_graphs_on_one_device(run: Callable[[Training], None]) -> None:
+    """N18: where nothing is joined, and so copied."""
+    assert assert_same_bits(run, device_ids=DEVICES[:1]) > 0
 
 
 @pytest.fixture(scope="module")

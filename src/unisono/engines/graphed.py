@@ -83,7 +83,6 @@ _capturing = threading.Lock()  # one replica at a time
 def why_without_graphs(blueprint: Blueprint, plan: StepPlan, *, in_ranks: bool, has_wrappers: bool) -> str:
     """Return why steps of a plan cannot have graphs, as far as the module and the options tell; "": they can."""
     accelerators = [device for device in plan.devices if not _devices.computes_on_host(device)]
-    global_hooks = any(process_wide.hooks_of_every_module().values())
     reasons = {
         "the CPU has none": not accelerators,
         f"torch has none for {accelerators[:1]}": bool(accelerators) and not _devices.has_graphs(accelerators[0]),
@@ -93,7 +92,7 @@ def why_without_graphs(blueprint: Blueprint, plan: StepPlan, *, in_ranks: bool, 
         "a part of the module is wrapped": has_wrappers,
         "the module is compiled, or a script": blueprint.compiled or not blueprint.is_reusable,
         "an input is an object of an unknown class": plan.carries_objects,
-        "a module has hooks": global_hooks or any(m.__dict__[kind] for m in blueprint.modules for kind in HOOKS),
+        "a module has hooks": any(m.__dict__[kind] for m in blueprint.modules for kind in HOOKS),
     }
     return next((reason for reason, holds in reasons.items() if holds), "")
 
@@ -169,7 +168,8 @@ class Graphs:
         if self._blueprint.without_graphs:
             self._by_kind.clear()
             return None
-        if draws_off.are_off():  # `verify` compares, with other numbers
+        # `verify` compares, with other numbers; or there are hooks for all modules.
+        if draws_off.are_off() or any(process_wide.hooks_of_every_module().values()):
             return None
         self._kind = kind = _kind_of(plan, shards)
         if kind is None or kind in self._by_kind:
