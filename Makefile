@@ -38,7 +38,8 @@ test-all: $(READY)  ## what `make test` leaves out because it takes longer: slow
 QUEUED = UNISONO_TEST_DEVICES=queued:0,queued:1
 ON_DEVICES = tests/async_device tests/contract tests/gpu tests/test_examples.py --ignore tests/gpu/test_gpu_check.py
 WITH_DELAYS = tests/contract/test_gradients.py tests/contract/test_map.py tests/contract/test_kept_replicas.py
-# Ranks with devices of their own, up to two each; replicas that wait for each other, each with one; a chain of devices.
+# Ranks with devices of their own, up to two each; with delays, replicas that wait for each other, each with one, and a
+# chain of devices.
 SIX_QUEUED = QUEUED_DEVICES=6 UNISONO_TEST_DEVICES=queued:0,queued:1,queued:2,queued:3,queued:4,queued:5
 RANKS = tests/distributed/test_gradient_sync.py tests/distributed/test_uneven_inputs.py \
   tests/distributed/test_order_of_sums.py tests/contract/test_programs.py \
@@ -48,7 +49,7 @@ TOGETHER = tests/contract/test_sync_batch_norm.py tests/contract/test_sync_batch
 
 test-device: $(READY)  ## run what concerns devices on the asynchronous device: at its own pace, then a part with delays
 	$(QUEUED) $(BIN)/python -m pytest -n auto --dist worksteal $(or $(OPTIONS),$(ON_DEVICES))
-	$(if $(OPTIONS),,$(SIX_QUEUED) $(BIN)/python -m pytest -n auto --dist worksteal $(RANKS) $(TOGETHER))
+	$(if $(OPTIONS),,$(SIX_QUEUED) $(BIN)/python -m pytest -n auto --dist worksteal $(RANKS))
 	$(if $(OPTIONS),,$(SIX_QUEUED) QUEUED_DELAY_US=300 $(BIN)/python -m pytest -n auto --dist worksteal $(TOGETHER))
 	$(if $(OPTIONS),,$(QUEUED) QUEUED_DELAY_US=300 $(BIN)/python -m pytest -n auto --dist worksteal $(WITH_DELAYS))
 

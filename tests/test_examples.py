@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from helpers.accelerators import on_accelerator
+from helpers.contract import ON_CPU
 from helpers.forked import forked
 from helpers.ranks import free_port, run_ranks
 from helpers.rounding import rounding_bound
@@ -155,6 +156,7 @@ def test_several_processes_print_what_one_prints() -> None:
     assert losses_of_several_processes(first, 2) == within_rounding(one)
 
 
+@pytest.mark.skipif(not ON_CPU, reason="where there are accelerators, the last test runs them")
 @pytest.mark.parametrize("name", CHECKS)
 def test_runs_as_a_program(name):
     for library in ("transformers", "accelerate") if name == "transformers_trainer.py" else ():

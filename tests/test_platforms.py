@@ -66,9 +66,10 @@ def test_what_is_taken_away_is_missing_in_scripts_and_in_their_processes(system:
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
-def test_threads_work(system: str) -> None:
-    """F14: forward, backward, map and evaluate."""
-    lines = lines_on(system, """
+def test_threads_work_and_a_training_keeps_its_folder(system: str, tmp_path: Path) -> None:
+    """F14: forward, backward, map and evaluate. `unisono train`: a second one in its folder is refused, by the lock
+    that the system has."""
+    program = """
         import torch, unisono
 
         plain = torch.nn.Linear(5, 2)
@@ -78,14 +79,7 @@ def test_threads_work(system: str) -> None:
         print([torch.allclose(outputs[1], output) for output in outputs], torch.allclose(*grads))
         print(model.evaluate([(x, plain(x))], torch.nn.functional.mse_loss) < 1e-12)
         print(unisono.keep_freed_memory())
-        """)  # fmt: skip
-    assert lines == ["[True, True, True] True", "True", "False"]
 
-
-@pytest.mark.parametrize("system", SYSTEMS)
-def test_a_training_runs_and_keeps_its_folder(system: str, tmp_path: Path) -> None:
-    """F14: `unisono train`; a second one in its folder is refused, by the lock that the system has."""
-    program = """
         from unisono.cli import main
         from unisono.training.run_folder import RunFolder
         from pathlib import Path
@@ -100,23 +94,29 @@ def test_a_training_runs_and_keeps_its_folder(system: str, tmp_path: Path) -> No
         """
     done = run_as_on(system, "-c", textwrap.dedent(program), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[:3] == ["[True, True, True] True", "True", "False"]
     assert done.stdout.count("\n2\n") == 1
     assert "another run is using out (process " in done.stderr
 
 
-def test_bench_asks_for_process_groups() -> None:
-    """F14: in one line."""
-    program = "from unisono.cli import main; import sys; sys.stderr = sys.stdout; print(main(['bench']))"
-    done = lines_on(simulated.WINDOWS, program)
-    assert done == [
+def test_commands_about_the_machine_say_what_the_system_tells_and_bench_asks_for_process_groups() -> None:
+    """F14: fewer figures, no error; and what cannot be done is an error in one line."""
+    done = lines_on(simulated.WINDOWS, """
+        import sys
+        from unisono.cli import main
+
+        sys.stderr = sys.stdout
+        print(main(["devices", "--json"]))
+        print("-")
+        print(main(["watch", "--once"]))
+        print("-")
+        print(main(["bench"]))
+        """)  # fmt: skip
+    *told, bench = "\n".join(done).split("\n-\n")
+    for text in told:
+        assert text.endswith("\n0")
+        assert text.count("\n") > 2
+    assert bench.splitlines() == [
         "unisono bench: error: bench needs process groups, which this system (win32) does not have: use Linux or macOS",
         "2",
     ]
-
-
-@pytest.mark.parametrize("command", [["devices", "--json"], ["watch", "--once"]])
-def test_commands_about_the_machine_say_what_the_system_tells(command: list[str]) -> None:
-    """F14: fewer figures, no error."""
-    done = lines_on(simulated.WINDOWS, f"from unisono.cli import main; print(main({command}))")
-    assert done[-1] == "0"
-    assert len(done) > 3

@@ -99,10 +99,47 @@ def test_cannot_be_compared(devices):
     DataParallel(OnceOnly(4, 4).to(devices[0]))(torch.randn(6, 4))
 """
 
+FILES = {
+    "test_models.py": TESTS,
+    # Its subclass of torch's class is defined before any test file is imported, and is unisono's all the same.
+    "library.py": "from torch import nn\nclass Parallel(nn.DataParallel): pass\n",
+    "conftest.py": "import library\n",
+    "test_library.py": """
+import library, torch
+
+def test_on_all(devices):
+    model = library.Parallel(torch.nn.Linear(4, 4).to(devices[0]))
+    assert model(torch.randn(6, 4)).shape == (6, 4)
+""",
+    # Calls that raise errors are not compared. The next call of the wrapper is; one whose calls all do does not count.
+    "test_errors.py": """
+import pytest, torch
+
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_width(devices, goes_on):
+    model = torch.nn.DataParallel(torch.nn.Linear(4, 4).to(devices[0]))
+    with pytest.raises(RuntimeError):
+        model(torch.randn(6, 5))
+    if goes_on:
+        model(torch.randn(6, 4))
+""",
+    # A program that asks torch how many devices there are.
+    "test_torch_accelerator.py": """
+import torch
+
+def test_devices():
+    assert torch.accelerator.is_available()
+    assert torch.accelerator.device_count() == 2
+    model = torch.nn.Linear(3, 2).to(torch.accelerator.current_accelerator())
+    assert torch.nn.DataParallel(model)(torch.ones(4, 3, device="sim:0")).shape == (4, 2)
+""",
+}
+
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    (tmp_path / "test_models.py").write_text(TESTS)
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(text)
     return tmp_path
 
 
@@ -111,9 +148,10 @@ def test_a_project_runs_on_simulated_devices(project: Path, arguments: tuple[str
     """N12: each kind of outcome: the same, differs, as in torch, on a wrong device, not compared."""
     status, output = run_pytest(project, "--unisono", "2", "-rA", *arguments)
     assert status == 1, output
-    assert "9 passed" in output
+    assert "13 passed" in output
     assert "2 failed" in output
-    assert "8 tests called a wrapped model: 8 wrappers, 4 with the numbers of one device" in output
+    assert "11 tests called a wrapped model: 11 wrappers, 7 with the numbers of one device" in output
+    assert "test_errors.py::test_width" not in output.partition("tests called a wrapped model")[2].partition("short")[0]
     assert "test_models.py::test_as_in_torch: as in torch: batch norm per shard\n" in output
     assert "test_models.py::test_differs: differs: rows interact, first at the model itself\n" in output
     assert "test_models.py::test_cannot_be_compared: not compared: RuntimeError: no more\n" in output
@@ -124,14 +162,14 @@ def test_a_project_runs_on_simulated_devices(project: Path, arguments: tuple[str
     assert "E           RuntimeError: Expected all tensors to be on the same device, but found" in output
 
 
-def test_without_the_option_nothing_is_loaded(project: Path) -> None:
+def test_without_the_option_nothing_is_loaded(tmp_path: Path) -> None:
     """The fixture skips where the machine has too few devices; torch is not imported for other tests."""
-    (project / "test_models.py").write_text(
+    (tmp_path / "test_models.py").write_text(
         "import sys\n"
         "def test_nothing(): assert not {'torch', 'unisono'} & set(sys.modules)\n"
         "def test_two(devices): assert len(devices) > 1\n"
     )
-    status, output = run_pytest(project, "-rs")
+    status, output = run_pytest(tmp_path, "-rs")
     assert status == 0, output
     assert "1 passed" in output
     assert "1 skipped" in output or "2 passed" in output
@@ -168,53 +206,3 @@ def test_the_example_project(tmp_path: Path) -> None:
     assert status == 1
     assert "RuntimeError: Expected all tensors to be on the same device" in output
     assert "1 failed, 1 passed" in output
-
-
-def test_conftest_imports_the_library(tmp_path: Path) -> None:
-    """Its subclass of torch's class is defined before any test file is imported, and is unisono's all the same."""
-    (tmp_path / "library.py").write_text("from torch import nn\nclass Parallel(nn.DataParallel): pass\n")
-    (tmp_path / "conftest.py").write_text("import library\n")
-    (tmp_path / "test_library.py").write_text(
-        "import library, torch\n"
-        "def test_on_all(devices):\n"
-        "    model = library.Parallel(torch.nn.Linear(4, 4).to(devices[0]))\n"
-        "    assert model(torch.randn(6, 4)).shape == (6, 4)\n"
-    )
-    status, output = run_pytest(tmp_path, "--unisono", "2")
-    assert status == 0, output
-    assert "1 wrapper, 1 with the numbers of one device" in output
-
-
-def test_calls_that_raise_errors_are_not_compared(tmp_path: Path) -> None:
-    """The next call of the wrapper is; a wrapper whose calls all raised errors does not count."""
-    (tmp_path / "test_errors.py").write_text(
-        "import pytest, torch\n"
-        "@pytest.mark.parametrize('goes_on', [False, True])\n"
-        "def test_width(devices, goes_on):\n"
-        "    model = torch.nn.DataParallel(torch.nn.Linear(4, 4).to(devices[0]))\n"
-        "    with pytest.raises(RuntimeError):\n"
-        "        model(torch.randn(6, 5))\n"
-        "    if goes_on:\n"
-        "        model(torch.randn(6, 4))\n"
-    )
-    status, output = run_pytest(tmp_path, "--unisono", "2")
-    assert status == 0, output
-    assert "1 test called a wrapped model: 1 wrapper, 1 with the numbers of one device" in output
-    assert "not compared" not in output
-
-
-def test_torch_accelerator_shows_the_devices(tmp_path: Path) -> None:
-    """N12: a program that asks torch how many there are."""
-    (tmp_path / "test_models.py").write_text("""
-import torch
-
-
-def test_devices():
-    assert torch.accelerator.is_available()
-    assert torch.accelerator.device_count() == 2
-    model = torch.nn.Linear(3, 2).to(torch.accelerator.current_accelerator())
-    assert torch.nn.DataParallel(model)(torch.ones(4, 3, device="sim:0")).shape == (4, 2)
-""")
-    status, output = run_pytest(tmp_path, "--unisono", "2")
-    assert status == 0, output
-    assert "1 wrapper, 1 with the numbers of one device" in output

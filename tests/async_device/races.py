@@ -39,7 +39,7 @@ from helpers.docstring_parser import parser_for
 
 ROOT = Path(__file__).parents[2]
 KEPT = ROOT / "runs" / "races"  # what runs that have failed have printed
-TRAINING = "training"
+TRAINING, NUM_TRAININGS = "training", 5  # of a process
 CONTRACT = ("gradients", "map", "training_features", "inputs_outputs", "sync_batch_norm", "kept_replicas", "failures")
 DELAYS_US = (100, 300, 1000, 3000)  # the longest, by seed
 _DIFFERENCES_SHOWN, _LINES_SHOWN = 10, 60
@@ -155,7 +155,7 @@ class Races:
 
     def _bits_without_delays(self) -> dict[str, str]:
         env = {**self._devices, "QUEUED_DELAY_US": "0"}
-        ended = _end([sys.executable, "-m", "async_device.training"], env, self._options.limit)
+        ended = _end([sys.executable, "-m", "async_device.training", "1"], env, self._options.limit)
         if ended.failure is not None:
             raise RuntimeError(f"the training fails without delays: {ended.failure}")
         bits: dict[str, str] = json.loads(ended.output)[0]
@@ -165,7 +165,8 @@ class Races:
         env = {**self._devices, "QUEUED_SEED": str(seed), "QUEUED_DELAY_US": str(delay_us)}
         if program == TRAINING:
             fault = [] if self._options.fault is None else [self._options.fault]
-            return _end([sys.executable, "-m", "async_device.training", *fault], env, self._options.limit)
+            command = [sys.executable, "-m", "async_device.training", str(NUM_TRAININGS), *fault]
+            return _end(command, env, self._options.limit)
         limit = ["-o", f"faulthandler_timeout={self._options.limit / 2:.0f}"]
         pytest = [
             sys.executable,

@@ -1,7 +1,7 @@
 """A short training in which the library's waits and its uses of `record_stream` are needed.
 
-    python -m async_device.training             train five times; print the digest of each number, each time
-    python -m async_device.training FAULT       with a fault of async_device/faults.py planted
+    python -m async_device.training 5           train five times; print the digest of each number, each time
+    python -m async_device.training 5 FAULT     with a fault of async_device/faults.py planted
 
 Its numbers are those of the plain module on the CPU, and the same bits in each run, however late kernels are.
 """
@@ -11,7 +11,7 @@ import functools
 import hashlib
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, cast
 
 import pytest
@@ -29,7 +29,6 @@ FIRST, SECOND = DEVICES[:2]
 OUTPUTS = ("the first device", "the host", "the second device")
 ROWS, WIDTH, NUM_STEPS = 24, 24, 4  # as many rows on each of two, three and four devices
 NUM_COLLECTED = 8  # several, so that the last copy is late enough to be overtaken
-NUM_TRAININGS = 5  # of a process
 TOLERANCE = 1e-10  # to the plain module's numbers; two runs have the same bits
 
 # The seeds with which a fault has to be seen, and how late kernels are: the longest delay, and how many have one.
@@ -278,15 +277,15 @@ def _small_buckets() -> Iterator[None]:
         yield
 
 
-def main(faults: Sequence[str]) -> None:
+def main(num_trainings: str, *faults: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         for fault in faults:
             FAULTS[fault].plant(patch)
         # In the first of them the host is slow, and kernels are hardly late.
-        found = [trained() for _ in range(NUM_TRAININGS)]
+        found = [trained() for _ in range(int(num_trainings))]
     digests = [{name: hashlib.sha256(each.numpy().tobytes()).hexdigest() for name, each in of.items()} for of in found]
     print(json.dumps(digests))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(*sys.argv[1:])

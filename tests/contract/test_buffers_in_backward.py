@@ -12,7 +12,7 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 from helpers.comparisons import assert_alike
-from helpers.contract import ON_CPU, Wrap
+from helpers.contract import ON_CPU, Wrap, over_places
 from helpers.modules import Calls
 from unisono import DataParallel
 
@@ -148,10 +148,13 @@ BETWEEN = [one_backward_of_three, each_in_turn, a_forward_without_gradients, the
 BETWEEN += [a_second_backward, accumulated, losses_in_another_order, backwards_in_another_order]
 
 
+# Each with each, over both places; where there is one, all pairs.
+CASES = [(between, name, reentrant) for between in BETWEEN for name in MODULES for reentrant in (False, True)]
+HALVES = [CASES[::4] + CASES[3::4], CASES[1::4] + CASES[2::4]]
+
+
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")  # torch's, without gradients
-@pytest.mark.parametrize("reentrant", [False, True], ids=["", "reentrant"])
-@pytest.mark.parametrize("name", MODULES)
-@pytest.mark.parametrize("between", BETWEEN, ids=lambda between: between.__name__)
+@over_places("between, name, reentrant", HALVES[0], separate=HALVES[1] if ON_CPU else [])
 def test_a_checkpoint_reads_the_buffers_as_on_one_device(
     wrap: Wrap, between: Callable[..., None], name: str, reentrant: bool
 ) -> None:

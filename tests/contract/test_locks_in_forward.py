@@ -9,14 +9,16 @@ import pytest
 import torch
 from torch import nn
 
-from helpers.contract import Wrap, on_the_cpu
+from helpers.contract import Wrap, on_the_cpu, over_places
 from helpers.in_time import in_time
 from helpers.modules import Calls
 from unisono import ReplicaTimeout
 from unisono.runtime import stuck_threads
 
+LOCKS = [(threading.Lock,), (threading.RLock,), (threading.Condition,), (threading.Semaphore,)]
 
-@pytest.mark.parametrize("lock", [threading.Lock, threading.RLock, threading.Condition, threading.Semaphore])
+
+@over_places("lock", LOCKS, separate=LOCKS[:1])  # each waits for its timeout
 def test_the_log_names_where_both_replicas_are(wrap: Wrap, lock, monkeypatch, caplog):
     """F7, N5: they waited for ever, without a word."""
     monkeypatch.setattr(stuck_threads, "SAID_AFTER_S", 0.6)

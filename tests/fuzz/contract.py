@@ -59,9 +59,14 @@ PROGRAMS = {
 }
 
 
+def num_replicas(name: str, nums_of_replicas: Sequence[int]) -> int:
+    """Return how many replicas the programs have that a name of PROGRAMS stands for."""
+    return nums_of_replicas[[*PROGRAMS].index(name) % len(nums_of_replicas)]
+
+
 def programs(name: str, place: str, nums_of_replicas: Sequence[int]) -> Iterator[Program]:
     """Yield the programs that a name of PROGRAMS stands for in a place."""
-    number = nums_of_replicas[[*PROGRAMS].index(name) % len(nums_of_replicas)]
+    number = num_replicas(name, nums_of_replicas)
     program = replace(PROGRAMS[name], place=place, num_replicas=number, input_gradients="ranks" not in place)
     families = {block.partition("/")[0] for block in program.blocks}
     is_left_out = not families.isdisjoint(LEFT_OUT.get(place, ()))

@@ -25,6 +25,7 @@ from unisono.training.computation import expect_compiler
 
 WAIT_S = 60.0
 NUM_STRESS_STEPS = 50 if COMPUTES_ON_HOST else 500
+WIDTH_OF_WORK = 1000 if COMPUTES_ON_HOST else 2000  # of a matrix whose products keep a stream busy
 
 
 pytestmark = on_accelerator
@@ -139,7 +140,7 @@ def test_the_callers_side_stream(placed: Places) -> None:
     """R14, S11: work queued on the caller's own stream is waited for, and replicas queue theirs on it."""
     plain, model = wrapped(mlp(), placed)
     stream = torch.Stream(device=placed[0])
-    big = torch.randn(2000, 2000, device=placed[0])
+    big = torch.randn(WIDTH_OF_WORK, WIDTH_OF_WORK, device=placed[0])
     x = torch.randn(24, 16, dtype=torch.float64, device=placed[0])
     expected = plain(x * 2)
     expected.pow(2).sum().backward()

@@ -69,13 +69,18 @@ def outcomes(tree: Path) -> dict[str, tuple[str, str]]:
     return {f"{line['line']}: {line['before']}": (line["outcome"], line["by"].partition("::")[2]) for line in lines}
 
 
-@pytest.fixture(scope="module")
-def tree(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A small package, and its tests; two of its mutants have been tried, then it was stopped."""
-    tree, num_tried = tmp_path_factory.mktemp("tree"), 0
+def write_package(tree: Path) -> Path:
+    """Write a small package, and its tests."""
     for name, text in (("src/tiny/__init__.py", SOURCE), ("tests/test_tiny.py", TESTS), ("pyproject.toml", "")):
         (tree / name).parent.mkdir(parents=True, exist_ok=True)
         (tree / name).write_text(text)
+    return tree
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A small package; two of its mutants have been tried, then it was stopped."""
+    tree, num_tried = write_package(tmp_path_factory.mktemp("tree")), 0
     try_mutant = Trials.try_mutant
 
     def stopped(self: Trials, worker: Worker, mutant: Mutant, covering: list[RecordedTest]) -> Outcome:
@@ -166,7 +171,8 @@ def test_what_only_imports_run_is_noticed_where_it_is_used() -> None:
     ]
 
 
-def test_other_sources_are_another_set(tree: Path) -> None:
+def test_other_sources_are_another_set(tmp_path: Path) -> None:
+    tree = write_package(tmp_path)
     first, second = (command.drawn(tree, ["src/*"], seed, 5) for seed in (1, 2))
     assert first != second
     assert command.drawn(tree, ["src/*"], 1, 3) == first[:3]

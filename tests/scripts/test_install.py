@@ -29,6 +29,7 @@ def nothing_stays() -> Iterator[None]:
     assert TORCHS.__init__ is TORCHS_INIT
 
 
+@pytest.mark.usefixtures("every_module")
 def test_names_are_replaced_wherever_they_are_and_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """X2: in torch's modules, of which some have the name of a function, and in a module that imported them before."""
     before = ModuleType("imported_before")
