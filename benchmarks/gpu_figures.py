@@ -469,7 +469,8 @@ def plain_accuracy(bench: Bench, options: Options) -> float:
 def thin_layers(bench: Bench) -> Iterator[Figure]:
     """A training step of 52 thin layers, which is nearly all overhead, with CUDA graphs and without.
 
-    Both ways to use CUDA graphs apply to the plain module, which is then wrapped. All compute the same.
+    Two ways to use CUDA graphs apply to the plain module, which is then wrapped; the wrapper's own is graphs=True. All
+    compute the same.
     """
     torch.manual_seed(0)
     origin = nn.Sequential(*(nn.Linear(16, 16) for _ in range(52))).to(bench.device)
@@ -509,6 +510,12 @@ def thin_layers(bench: Bench) -> Iterator[Figure]:
                 optimizer.step()
 
         blocks = {"plain module": partial(steps, plain), "DataParallel": partial(steps, wrapped)}
+        if prepare is unchanged:
+            other = copy.deepcopy(origin)
+            with_graphs = DataParallel(other, [bench.device], graphs=True)
+            blocks["DataParallel, graphs=True"] = partial(
+                steps, with_graphs, torch.optim.SGD(other.parameters(), lr=0.0, foreach=True)
+            )
         times = timed(blocks, bench.sizes.num_blocks, num_untimed=2, seconds_of=bench.seconds)
         for which, seconds in times.items():
             a_step_ms = 1e3 * statistics.median(seconds) / bench.sizes.steps_a_block
