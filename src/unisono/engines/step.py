@@ -121,6 +121,7 @@ _CATCHING_HAS_FILTERS = bool(getattr(sys.flags, "context_aware_warnings", False)
 
 
 _collector = attrgetter("collector")
+_NOTHING_CAPTURED = CapturedTensors()
 
 
 def run_step(memory: StepMemory, pool: ReplicaPool, frozen: Sequence[torch.Tensor], call: Call) -> Any:
@@ -298,7 +299,7 @@ class Step:
             self._replay.forward_has_run()
         self._changes = changes = self._replicas.each[0].registries.changes()
         of_buffers = _groups_of(changes, len(plan.devices)) if changes and self._tracked else []
-        outputs, captured = _boundary_outputs(plan, matched.groups, of_buffers), CapturedTensors()
+        outputs, captured = _boundary_outputs(plan, matched.groups, of_buffers), _NOTHING_CAPTURED
         if self._tracked:
             # A reentrant checkpoint runs a backward inside the caller's; and around backward, checkpoints are given
             # what they read of buffers that forward has reassigned.
