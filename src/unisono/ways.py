@@ -561,7 +561,7 @@ def on_all_devices(
         call = Call(plan if wrapper._weighed is None else wrapper._weighed(plan), arguments)
         run = None if pool is None else partial(run_step, memory, pool, frozen)
         if ranks is not None and in_ranks:
-            return ranks.run_step(module, call, run, memory.warnings)
+            return ranks.run_step(module, call, run, memory)
         assert run is not None  # modes that stay are for other ways, then
         return run(call)
     except BaseException as error:

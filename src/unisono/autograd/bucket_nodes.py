@@ -105,18 +105,9 @@ class RunningBackward:
 
     Attributes:
         reduction: sums the gradients over the ranks, bucket by bucket; None: all are summed when they have come.
-
-    Args:
-        when_ended: called when the backward has ended.
     """
 
-    def __init__(self, when_ended: Callable[[], None]) -> None:
-        self._when_ended = when_ended
-        self.reduction: Any = None
-
-    def end(self) -> None:
-        """Note that the backward has ended."""
-        self._when_ended()
+    reduction: Any = None
 
     def __del__(self) -> None:
         if self.reduction is not None:  # other ranks wait for its sums
@@ -332,8 +323,9 @@ class OneOrder:
     def next_forward(self, token: torch.Tensor) -> int:
         """Return the number of a forward whose live parameters are behind `token`."""
         with self._lock:
-            others = [ref for ref in self._tokens if ref() is not None and ref() is not token]
-            self._tokens = [*others, weakref.ref(token)]
+            if not self._tokens or self._tokens[-1]() is not token:  # as it is where one model is trained
+                others = [ref for ref in self._tokens if ref() is not None and ref() is not token]
+                self._tokens = [*others, weakref.ref(token)]
             self._num_forwards += 1
             return self._num_forwards
 

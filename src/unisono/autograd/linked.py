@@ -154,7 +154,7 @@ class LinkedParameters(NamedTuple):
         self.collector.over_ranks = None
         if sync_context is not None:
             number = order_of_sums.next_forward(self.token)
-            self.collector.over_ranks = OverRanks(partial(sync_context.sum, self.live), number)
+            self.collector.over_ranks = OverRanks(partial(sync_context.sum, self.collector.live), number)
 
     def freeze(self, live: Sequence[torch.Tensor]) -> None:
         """Have the replicas' parameters for some live ones need no gradient, as if forward had switched it off."""

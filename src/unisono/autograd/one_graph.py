@@ -24,6 +24,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -79,7 +80,7 @@ class OneGraph:
             if self._step is not None and self._step.is_open:
                 recorded = timeline.RecordedBackward(self._step)
 
-            def end() -> None:
+            def end(_: RunningBackward) -> None:
                 collector.backwards.pop(number, None)
                 if recorded is not None:
                     recorded.end()
@@ -87,8 +88,8 @@ class OneGraph:
                 if not keeps:
                     self._on_release()
 
-            backward = RunningBackward(end)
-            engine.call_at_end_of_backward(backward.end)
+            backward = RunningBackward()
+            engine.call_at_end_of_backward(partial(end, backward))
             collector.backwards[number] = weakref.ref(backward)
             backward.reduction = self._begin_reduction()
         if self._buffers is not None:
@@ -96,16 +97,16 @@ class OneGraph:
 
     def _begin_reduction(self) -> Any:
         """Return what sums full buckets at once; None where others are summed before, or sums are not for all."""
-        token = self._parameters.token
+        token, collector = self._parameters.token, self._parameters.collector
         if (
             torch.is_grad_enabled()
             or token.grad_fn is None
             or engine.backward_is_restricted()
             or not engine.backward_runs(token.grad_fn)
-            or not order_of_sums.is_next(self._parameters.collector)
+            or not order_of_sums.is_next(collector)
         ):
             return None
-        return self._sync_context.begin(self._parameters.live, token.grad_fn, self._parameters.plan)
+        return self._sync_context.begin(collector.live, token.grad_fn, self._parameters.plan)
 
 
 class _Output(torch.autograd.Function):

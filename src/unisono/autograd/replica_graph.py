@@ -31,7 +31,7 @@ from unisono.primitives.placements import Replicate, Single, WeightedSum
 from unisono.runtime import devices as _devices
 from unisono.runtime import timeline
 from unisono.runtime.errors import ReplicaNames
-from unisono.runtime.stand_ins import StandIns, while_running
+from unisono.runtime.stand_ins import StandIns
 from unisono.runtime.streams import keep_for_reader
 from unisono.runtime.thread_pool import (
     OBJECTS_HAVE_THREADS,
@@ -377,7 +377,7 @@ class ReplicaGraphs:
             receivers: Receivers = {self.parameters.collector: sums.add}
             for group, contributions in zip(self.inputs, of_inputs, strict=True):
                 receivers[group.collector] = partial(_append, contributions)
-            with while_running(while_backward_runs):
+            with while_backward_runs.enter():
                 run(backward_of)
             if timeline.recording:
                 timeline.mark(timeline.REDUCE)
@@ -572,7 +572,7 @@ class ReplicaGraphs:
         has_checkpoint = self.captured.has_reentrant_checkpoint and refused is not None
         receivers = self._refusing({*(refused or ())}) if has_checkpoint else {}
         compute = partial(engine.gradients, **options)
-        with while_running(while_backward_runs) if has_checkpoint else contextlib.nullcontext():
+        with while_backward_runs.enter() if has_checkpoint else contextlib.nullcontext():
             run(lambda replicas: self._backward_of(replicas, grads, inputs, found, receivers, compute))
         if not self.on_host and not any_batched(chain.from_iterable(grads)):  # of which vmap hides the memory
             _keep_for_reader(found.values())

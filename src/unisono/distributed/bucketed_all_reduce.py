@@ -119,9 +119,12 @@ class Structure:
         return [1] * len(self.tensors) + [0] * (_NUM_FLAGS - 1) * len(self.tensors)
 
     @cached_property
-    def usual_sum(self) -> list[int]:
+    def usual_sum(self) -> torch.Tensor:
         """The sum of the flags if they are so on all ranks."""
-        return [self.world_size * flag for flag in self.usual_flags]
+        dtype, device = torch.int32, torch.device("cpu")
+        if self.flagged >= 0:
+            dtype, device = self.plan.buckets[-1].dtype, self.plan.buckets[-1].device
+        return torch.tensor(self.usual_flags, dtype=dtype, device=device) * self.world_size
 
     @cached_property
     def in_one_message(self) -> bool:
@@ -278,9 +281,9 @@ class BucketedAllReduce:
             pieces = [[*bucket.views(flat)] for bucket, flat in zip(buckets, sums, strict=True)]
         by_place = [*chain.from_iterable(pieces), None]
         found = [*map(by_place.__getitem__, self._plan.places)]
-        flags = (sums[-1] if self._flags_work is None else self._flags_work.wait())[structure.flags].tolist()
-        if flags != structure.usual_sum:
-            self._add_unusual(found, flags)
+        flags = (sums[-1] if self._flags_work is None else self._flags_work.wait())[structure.flags]
+        if not torch.equal(flags, structure.usual_sum):
+            self._add_unusual(found, flags.tolist())
         if wait_for_more is not None:
             wait_for_more()
         return found

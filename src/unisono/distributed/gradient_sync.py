@@ -312,7 +312,7 @@ class ModuleBuffers:
         return buffers, self._buckets, self._digest
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True, eq=False)  # not frozen, as a `ThreadState`
 class SyncContext:
     """How the gradients of one forward are summed."""
 
@@ -459,7 +459,7 @@ class OverAllRanks(RankReduction):
         # The plan may have changed since forward: by sparse gradients.
         self.takes_buckets = plan is structure.plan and (structure.on_host or not sync_context.has_exchanges)
         local_grads = self._of_no_sync() if self._gradient_sync.own_grads else {}
-        self._replaced = [tensors[n] for n in local_grads]
+        self._replaced = [*map(tensors.__getitem__, local_grads)]
         self._all_reduce = BucketedAllReduce(self._communicator, structure, self._steps, local_grads)
         self.add = self._all_reduce.add
 

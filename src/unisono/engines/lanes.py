@@ -276,8 +276,7 @@ class Lane:
             self._first_steps.leftovers.say(self._original.modules[0])
 
     def _taken(self, copies: Copies) -> Replicas:
-        with collector_paused:
-            replicas = self._pool.take([self.device], tracked=False, copies=copies, with_live_buffers=False)
+        replicas = self._pool.take([self.device], tracked=False, copies=copies, with_live_buffers=False)
         buffers = [buffer for buffer in replicas.each[0].own_buffers if is_plain(buffer) and buffer.numel()]
         self._memory_of_buffers = {buffer.untyped_storage().data_ptr() for buffer in buffers}
         return replicas

@@ -36,7 +36,6 @@ from unisono.primitives.outputs import without_rows
 from unisono.primitives.parallel_apply import values_or_raise
 from unisono.runtime import devices as _devices
 from unisono.runtime.errors import add_note, log_once
-from unisono.runtime.model_warnings import ModelWarnings
 from unisono.runtime.thread_pool import inside_replica, run_together
 from unisono.runtime.torch_private import process_groups
 from unisono.sync_batch_norm.across_processes import CrossProcessAllGather, InEvalMode
@@ -92,29 +91,24 @@ class Ranks:
             self._gradient_sync = self._gradient_sync.bind(module)
         return self._gradient_sync
 
-    def _active(self, module: nn.Module, sync_batch_norm: bool | None) -> GradientSync | None:
-        if self._gradient_sync is None or not (torch.is_grad_enabled() or (sync_batch_norm and module.training)):
-            return None
-        return None if inside_replica() else self.gradient_sync(module)
-
     def take_part(self, module: nn.Module, sync_batch_norm: bool | None) -> bool:
         """Return whether a forward of `module` that begins now is one of all ranks."""
-        return self._active(module, sync_batch_norm) is not None
+        if self._gradient_sync is None or not (torch.is_grad_enabled() or (sync_batch_norm and module.training)):
+            return False
+        return not inside_replica() and self.gradient_sync(module) is not None
 
-    def run_step(
-        self, module: nn.Module, call: Call, run: Callable[[Call], Any] | None, warnings: ModelWarnings
-    ) -> Any:
+    def run_step(self, module: nn.Module, call: Call, run: Callable[[Call], Any] | None, memory: StepMemory) -> Any:
         """Do what `step.run_step` does for a forward of all ranks: the backward of its output sums the gradients.
 
         Args:
             run: runs a call of the module; None: a mode is active that cannot follow into other threads, and the module
                 runs whole, in the caller's graph.
-            warnings: the model's.
+            memory: the model's.
         """
-        gradient_sync = self.gradient_sync(module)
-        assert gradient_sync is not None  # as `take_part` has said
+        gradient_sync = self._gradient_sync
+        assert isinstance(gradient_sync, GradientSync)  # as `take_part` has said
         if process_groups.runs_in_ddp():
-            warnings.give(SENT_TWICE)
+            memory.warnings.give(SENT_TWICE)
         try:
             return self._run_step(gradient_sync, module, call, run or partial(self._run_noting_writes, module))
         except BaseException as error:
@@ -128,9 +122,8 @@ class Ranks:
             communicator, devices = gradient_sync.communicator, gradient_sync.devices
             all_gather = CrossProcessAllGather(communicator, devices, sync_context.weight_of_loss)
             sync_context = replace(sync_context, has_exchanges=True)
-        if plan.sync_batch_norm:
-            call = replace(call, cross_process=all_gather or InEvalMode())
-        call = replace(call, sync_context=sync_context)
+        cross_process = (all_gather or InEvalMode()) if plan.sync_batch_norm else None
+        call = Call(plan, call.arguments, sync_context, cross_process)
         output = run(call) if plan.rows != 0 else self._run_on_stand_in(gradient_sync, module, call, run)
         if torch.is_grad_enabled():
             sync_context.has_run()

@@ -29,7 +29,7 @@ from unisono.leftovers.report import Kind, Leftovers
 from unisono.leftovers.shared import SharedWrites
 from unisono.leftovers.written_parameters import WrittenParameters, in_each
 from unisono.primitives import pytree
-from unisono.primitives.blueprint import Blueprint, unlinked_at_deletion
+from unisono.primitives.blueprint import Blueprint, collector_paused, unlinked_at_deletion
 from unisono.primitives.change_tracking import (
     GONE,
     Change,
@@ -222,7 +222,7 @@ class Replicas:
             and self._rebound.is_current()
             and [*map(type, self._modules)] == self._classes
             and self._tensors.is_current()
-            and not graph_nodes.num_hooks(self._own_parameters)
+            and not graph_nodes.have_hooks(self._own_parameters)
         )
 
     def can_run_again(self) -> bool:
@@ -471,11 +471,12 @@ class ReplicaPool:
             replicas.are_new = False
             replicas.renew(copies, kept, self._idle)
             return replicas
-        each, linked = self._stamp(kept.broadcast, devices, tracked, copies, with_live_buffers, plan)
-        self._for_one_forward.pop(kind, None)  # not before: no id of a layer comes again for another one
-        returns_to = self._idle if self.blueprint.is_reusable else None
-        times = self._times or in_each(len(devices))
-        return Replicas(each, linked, kept, kind, returns_to, self.leftovers, self.blueprint, times, self.source)
+        with collector_paused:
+            each, linked = self._stamp(kept.broadcast, devices, tracked, copies, with_live_buffers, plan)
+            self._for_one_forward.pop(kind, None)  # not before: no id of a layer comes again for another one
+            returns_to = self._idle if self.blueprint.is_reusable else None
+            times = self._times or in_each(len(devices))
+            return Replicas(each, linked, kept, kind, returns_to, self.leftovers, self.blueprint, times, self.source)
 
     def _can_have_own_memory(self, devices: Sequence[torch.device]) -> bool:
         """Return whether replicas would share the live module's memory, and could have their own instead."""
@@ -487,8 +488,9 @@ class ReplicaPool:
 
     def _take_kept(self, devices: Sequence[torch.device], kind: tuple[Any, ...]) -> KeptReplicas:
         """Return what is kept for these devices and is not in use, best with replicas of this kind; or a new one."""
-        idle = [kept for kept in self._idle[::-1] if kept.devices == [*devices]]
-        for kept in sorted(idle, key=lambda kept: kind not in kept.by_kind):
+        idle = self._idle[::-1]
+        of_kind = [kept for kept in idle if kind in kept.by_kind]
+        for kept in of_kind or [kept for kept in idle if kept.devices == [*devices]]:
             try:
                 self._idle.remove(kept)
             except ValueError:  # another thread has taken it

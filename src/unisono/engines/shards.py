@@ -27,7 +27,6 @@ class Shards:
         num_replicas = len(devices)
         self.linked: list[LinkedTensors] = []
         self.numbers_of_linked: tuple[int, ...] = ()
-        all_on_cpu = _devices.are_cpu(devices)
         number = 0
 
         def place(tensor: torch.Tensor, placement: Placement) -> list[torch.Tensor | None]:
@@ -48,7 +47,7 @@ class Shards:
                 parts = [*linked.tensors.tensors]
             # A copy even on the same device, so that a module that writes into its input writes into its own; and
             # made in the replica's graph, so that the gradient is that of what the caller gave.
-            if all_on_cpu and _devices.is_cpu(tensor.device):  # the common case, with few calls
+            if plan.on_cpu and _devices.is_cpu(tensor.device):  # the common case, with few calls
                 placed = _devices.copies_on_cpu(parts)
             else:
                 placed = [None if p is None else _copied(p, i, devices[i], copies) for i, p in enumerate(parts)]

@@ -26,7 +26,6 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
-from itertools import chain
 from operator import attrgetter
 from typing import Any
 
@@ -52,7 +51,7 @@ from unisono.leftovers.buffers_in_backward import BuffersInBackward
 from unisono.leftovers.first_steps import NOT_SYNCHRONISED, AtEnd, Look, refuse_scripted_batch_norm
 from unisono.leftovers.shared import Search, SharedWrites
 from unisono.leftovers.written_parameters import LookAtParameters
-from unisono.primitives.blueprint import Blueprint, collector_paused
+from unisono.primitives.blueprint import Blueprint
 from unisono.primitives.change_tracking import Change
 from unisono.primitives.outputs import Group, Outputs
 from unisono.primitives.parallel_apply import values_or_raise
@@ -64,7 +63,7 @@ from unisono.runtime.errors import add_note, text_of
 from unisono.runtime.exchange import Exchange, exchanging
 from unisono.runtime.interrupts import interruptible
 from unisono.runtime.rng import own_streams
-from unisono.runtime.stand_ins import StandIns, while_replicas_run, while_running
+from unisono.runtime.stand_ins import StandIns, while_replicas_run
 from unisono.runtime.streams import Copies
 from unisono.runtime.thread_pool import (
     OBJECTS_HAVE_THREADS,
@@ -159,7 +158,7 @@ def _run_once(
     again: Replay | None,
     frozen: Sequence[torch.Tensor],
 ) -> Any:
-    with Copies(call.plan.devices) as copies:
+    with call.plan.no_copies or Copies(call.plan.devices) as copies:
         step = Step(memory, pool, call, copies, again, frozen)
         if not inside_replica():
             memory.timings = step.timings
@@ -169,8 +168,10 @@ def _run_once(
             if OBJECTS_HAVE_THREADS:
                 free_in_workers()
         if again is None and torch.is_grad_enabled():
-            memory.frozen = step.linked.frozen() if step.linked.collector.frozen else []
-            freeze(memory.frozen)
+            memory.frozen = []
+            if step.linked.collector.frozen:
+                memory.frozen = step.linked.frozen()
+                freeze(memory.frozen)
         return output
 
 
@@ -207,6 +208,7 @@ class Step:
         self._buffers_in_backward: BuffersInBackward | None = None
         self._writes: SharedWrites | None = None
         self._recorded: Recorded  # by the replicas, in forward
+        # The live tensors that have got gradients inside forward, each with its gradient.
         self._reached: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.timings = [*map(ReplicaTiming, call.plan.devices, call.plan.sizes)]
 
@@ -225,14 +227,13 @@ class Step:
     def _cut(self) -> None:
         """Split the inputs (1), and take replicas (2)."""
         plan, pool, call = self._plan, self._pool, self._call
-        with collector_paused:
-            self._shards = Shards(call, self._tracked, self._copies)
-            if timeline.recording:
-                timeline.mark(timeline.REPLICATE)
-            is_summed = call.sync_context is not None and self._tracked and pool.live_parameters
-            buckets = call.sync_context.plan(pool.live_parameters) if is_summed else None
-            may_write = self._is_first and plan.runs_whole
-            self._replicas = pool.take(plan.devices, self._tracked, self._copies, buckets, may_write=may_write)
+        self._shards = Shards(call, self._tracked, self._copies)
+        if timeline.recording:
+            timeline.mark(timeline.REPLICATE)
+        is_summed = call.sync_context is not None and self._tracked and pool.live_parameters
+        buckets = call.sync_context.plan(pool.live_parameters) if is_summed else None
+        may_write = self._is_first and plan.runs_whole
+        self._replicas = pool.take(plan.devices, self._tracked, self._copies, buckets, may_write=may_write)
         self.linked = self._replicas.linked
         if self._frozen:
             self.linked.freeze(self._frozen)
@@ -267,12 +268,12 @@ class Step:
             look.begin()
         refusal = register_optimizer_step_pre_hook(partial(_refuse_step, self._pool.blueprint))
         try:
-            with while_running(_while_one_replica_runs) if len(self.timings) == 1 else nullcontext():
+            with _while_one_replica_runs.enter() if len(self.timings) == 1 else nullcontext():
                 outputs = self._run_replicas(contexts)
         finally:
             refusal.remove()
-            # The live tensors that have got gradients inside forward, each with its gradient.
-            self._reached = [*chain.from_iterable([group.collector.end_forward() for group in self._linked])]
+            for group in self._linked:
+                self._reached += group.collector.end_forward()
         for look in looks:
             look.end(outputs)
         return outputs
@@ -408,7 +409,9 @@ class Step:
     def _passes_of(self, blueprint: Blueprint) -> Passes:
         """Return what is around each pass over the replicas."""
         plan, root = self._plan, blueprint.root
-        contexts: list[PassContext] = [partial(own_streams, type(root).__name__, plan.devices)]
+        contexts: list[PassContext] = []
+        if len(plan.devices) > 1:
+            contexts.append(partial(own_streams, type(root).__name__, plan.devices))
         if _CATCHING_HAS_FILTERS:
             contexts.append(_grad_of_no_leaf_ignored)
         if plan.sync_batch_norm:

@@ -23,6 +23,7 @@ from unisono.primitives.visitor import INERT
 from unisono.runtime import devices as _devices
 from unisono.runtime.errors import ReplicaNames
 from unisono.runtime.model_warnings import ModelWarnings
+from unisono.runtime.streams import Copies
 
 _CUDA_GRAPHS = (
     'the module is compiled with CUDA graphs (torch.compile(mode="reduce-overhead" or "max-autotune")): a '
@@ -85,6 +86,16 @@ class StepPlan:
         return _devices.all_on_host(self.devices)
 
     @cached_property
+    def on_cpu(self) -> bool:
+        """Whether all replicas are on the CPU."""
+        return _devices.are_cpu(self.devices)
+
+    @cached_property
+    def no_copies(self) -> Copies | None:
+        """The copies of each step where one replica computes on the host, which keep nothing; else None."""
+        return Copies(self.devices) if self.on_host and len(self.devices) == 1 else None
+
+    @cached_property
     def names(self) -> ReplicaNames:
         """Each replica's name in messages: its number, its device and its rows."""
         names = ReplicaNames()
@@ -97,13 +108,13 @@ class StepPlan:
             start += size
         return names
 
-    @property
+    @cached_property
     def runs_whole(self) -> bool:
         """Whether each replica runs once, so that it may write as the module does."""
         return self.parts == 1 and not self.rescue
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)  # not frozen, as a `ThreadState`
 class Call:
     """One call of the module, which runs by its plan."""
 

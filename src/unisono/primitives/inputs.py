@@ -5,6 +5,7 @@ import io
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from itertools import cycle, islice
+from operator import attrgetter
 from typing import Any, Self, TypeAlias
 
 import torch
@@ -28,6 +29,7 @@ from unisono.runtime.model_warnings import ModelWarnings
 # Makes each replica's part from a tensor and its placement.
 Place = Callable[[torch.Tensor, Placement], Sequence[Any]]
 
+_is_nested = attrgetter("is_nested")
 _NAMED = 8  # inputs that a message names at most
 _WHOLE = (
     "{path}: if each entry belongs to a row (a sample of the batch), give a tensor or a unisono.SampleList, or "
@@ -89,7 +91,7 @@ class Arguments:
             return None  # how many rows these have, their classes know
         sizes = slice(None) if on_any_axis else slice(self._dim, self._dim + 1 or None)
         tensors = [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
-        if [tensor for tensor in tensors if tensor.is_nested]:
+        if True in map(_is_nested, tensors):
             return None
         forms = [(t.ndim, t.shape[sizes], t.requires_grad, t.layout, t.device) for t in tensors]
         tree = len(self._inputs) if self.is_flat else tuple([spec.kind() for spec in self._structure()])

@@ -84,7 +84,7 @@ class Outputs:
         self._live_of, self._is_summed = live_of, is_summed
         self._paths, self._given = ["output"], [tuple(outputs)]
         self._is_tensor = _TENSOR.issuperset(map(type, outputs)) and not (live_of and id(outputs[0]) in live_of[0])
-        if self._is_tensor and isinstance(rules.scalars, str) and (rules.out_dims is ... or _is_axis(rules.out_dims)):
+        if self._is_tensor and isinstance(rules.scalars, str) and type(rules.out_dims) in _OF_ONE_AXIS:
             axis = rules.dim if rules.out_dims is ... else rules.out_dims  # the common case, without pytree's cost
             group = self._tensors("output", self._given[0], axis, None, rules.scalars)
             if rules.out_dims is not ... or getattr(group.placement, "sizes", sizes) == sizes or sizes is None:
@@ -172,8 +172,9 @@ class Outputs:
         _check_alike(path, given)
         first = given[0]
         if axis is None:
-            _check_agree(path, given)
             others = [None] * (len(given) - 1)
+            if others:
+                _check_agree(path, given)
             return Group((first, *others), Single(0, is_common=bool(others)), path)
         if first.ndim == 0:
             if is_own_mean(rule, given):
@@ -332,22 +333,22 @@ def _without_axes(shape: torch.Size, axes: set[int]) -> tuple[int, ...]:
 
 _VALUES = (numbers.Complex, str, bytes, torch.Size, torch.dtype, torch.device)
 _TENSOR = frozenset({torch.Tensor})
-
-
-def _is_axis(value: object) -> bool:
-    return value is None or type(value) is int
+_OF_ONE_AXIS = frozenset({int, type(None), type(...)})  # those of `out_dims` for a single output
 
 
 def _check_alike(path: str, given: tuple[Any, ...]) -> None:
-    if not _TENSOR.issuperset(map(type, given)) and not all(isinstance(value, torch.Tensor) for value in given):
+    if not {*map(type, given)} <= _TENSOR and not all(isinstance(value, torch.Tensor) for value in given):
         raise pytree.disagreement(path, "types", [type(value).__name__ for value in given])
-    if wrong := [tensor for tensor in given if not can_be_placed(tensor)]:
-        raise cannot_be_placed("gather", path, wrong[0])
-    if [tensor for tensor in given if tensor.is_nested]:
-        raise TypeError(
-            f"cannot gather {path}, a nested tensor: it has no dimension along which replicas can be joined. "
-            "Return it padded (torch.nested.to_padded_tensor) with its lengths, or as a PackedSequence."
-        )
+    for tensor in given:
+        if not can_be_placed(tensor):
+            raise cannot_be_placed("gather", path, tensor)
+        if tensor.is_nested:
+            raise TypeError(
+                f"cannot gather {path}, a nested tensor: it has no dimension along which replicas can be joined. "
+                "Return it padded (torch.nested.to_padded_tensor) with its lengths, or as a PackedSequence."
+            )
+    if len(given) == 1:
+        return
     if len({tensor.ndim for tensor in given}) > 1:
         raise pytree.disagreement(path, "numbers of dimensions", [tuple(tensor.shape) for tensor in given])
     if len({tensor.dtype for tensor in given}) > 1:

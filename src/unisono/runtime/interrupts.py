@@ -80,7 +80,7 @@ def critical(function: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(function)
     def section(*args: P.args, **kwargs: P.kwargs) -> T:
-        if threading.get_ident() != threading.main_thread().ident:  # where alone handlers run, and can be set
+        if threading.get_ident() != _state.main:  # where alone handlers run, and can be set
             return function(*args, **kwargs)
         handlers = [*map(getsignal, _SIGNALS)]
         if _Note in map(type, handlers):  # a section inside another
@@ -216,11 +216,11 @@ class at_deletion(zip):  # type: ignore[type-arg]  # noqa: N801 - used like a fu
 
 
 class _State:
-    """Of the section of the main thread: the signals that it has noted, each with the program's handler."""
+    """Of the section of the main thread, which is `main`: the signals noted, each with the program's handler."""
 
     def __init__(self) -> None:
         self.noted: list[tuple[Handler, int]] = []
-        self.main = 0
+        self.main = threading.main_thread().ident
 
 
 class _Note(functools.partial[None]):
@@ -232,7 +232,6 @@ class _Note(functools.partial[None]):
 
 def _note(handler: Handler, number: int, frame: FrameType | None) -> None:
     """Note a signal, and handle it if that need not wait."""
-    _state.main = threading.get_ident()
     _state.noted.append((handler, number))
     if _is_interruptible(frame):
         deliver()

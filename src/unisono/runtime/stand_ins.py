@@ -44,7 +44,7 @@ class StandIns:
         self._to_come.append(stand_ins)
 
     def enter(self) -> "_Pass":
-        """Begin a pass; return what ends it, with `leave`, or when it is deleted."""
+        """Begin a pass; return what ends it."""
         entry = _Pass(self)
         with self._lock:
             self._open.add(entry.number)  # first: a pass that begins and ends in the middle of this takes nothing out
@@ -93,8 +93,16 @@ class StandIns:
 
 
 class _Pass:
+    """A pass; it ends with `leave`, with the block of which it is the context, or when it is deleted."""
+
     def __init__(self, stand_ins: StandIns) -> None:
         self._stand_ins, self.number, self.has_ended = stand_ins, next(_numbers), False
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        self._stand_ins.leave(self)
 
     def __del__(self) -> None:
         if not self.has_ended:
@@ -164,19 +172,6 @@ def _in_module(owners: Sequence[Any], names: Sequence[str], makers: Sequence[Cal
 
 _numbers = itertools.count()
 _NONE = object()
-
-
-class while_running:  # noqa: N801 - a context manager, as a class because a step enters it each time
-    """A pass, as a context."""
-
-    def __init__(self, stand_ins: StandIns) -> None:
-        self._stand_ins = stand_ins
-
-    def __enter__(self) -> None:
-        self._entry = self._stand_ins.enter()
-
-    def __exit__(self, *_: object) -> None:
-        self._stand_ins.leave(self._entry)
 
 
 while_replicas_run = StandIns()

@@ -177,11 +177,11 @@ def run_together(
         with process_wide.parametrizations_not_cached():
             return run_together(tasks, devices, around, timeout_s, names, here=here, may_have_modes=may_have_modes)
     if (len(tasks) == 1 and here is not None) or inside_replica():
-        return [_run_in_this_thread(tasks[i], devices[i], i, around(i)) for i in range(len(tasks))]
+        return _run_in_this_thread(tasks, devices, around)
     entry = while_replicas_run.enter()
     try:
         if may_have_modes and modes_that_stay():
-            return [_run_in_this_thread(tasks[i], devices[i], i, around(i)) for i in range(len(tasks))]
+            return _run_in_this_thread(tasks, devices, around)
         return _run_in_threads(tasks, devices, around, timeout_s, names, here)
     finally:
         while_replicas_run.leave(entry)
@@ -327,24 +327,30 @@ def outcome_of(task: Callable[[], T]) -> Outcome[T]:
     try:
         return Outcome(value=task())
     except BaseException as error:  # noqa: BLE001 - raised in the caller
-        with contextlib.suppress(Exception):  # a class of the user's may do anything; the caller waits
-            checkpoints.end_checkpoints(error)
-        return Outcome(error=error)
+        return _failed(error)
+
+
+def _failed(error: BaseException) -> Outcome[Any]:
+    with contextlib.suppress(Exception):  # a class of the user's may do anything; the caller waits
+        checkpoints.end_checkpoints(error)
+    return Outcome(error=error)
 
 
 def _run_in_this_thread(
-    task: Callable[[], T], device: torch.device, index: int, around: AbstractContextManager[None]
-) -> Outcome[T]:
-    def run() -> T:
-        with around, AsReplica(device, index, None, None if _devices.computes_on_host(device) else []):
-            return task()
-
-    outcome = outcome_of(run)
+    tasks: Sequence[Callable[[], T]], devices: Sequence[torch.device], around: ReplicaContext
+) -> list[Outcome[T]]:
+    outcomes: list[Outcome[T]] = []
     try:
-        _raise_if_urgent(outcome)
-        return outcome
+        for index, (task, device) in enumerate(zip(tasks, devices, strict=True)):
+            try:
+                with around(index), AsReplica(device, index, None, None if _devices.computes_on_host(device) else []):
+                    outcomes.append(Outcome(value=task()))
+            except BaseException as error:  # noqa: BLE001 - raised in the caller
+                outcomes.append(_failed(error))
+            _raise_if_urgent(outcomes[-1])
+        return outcomes
     finally:
-        del outcome  # a traceback refers to this frame: nothing in it may refer to an exception
+        del outcomes  # a traceback refers to this frame: nothing in it may refer to an exception
 
 
 def _raise_if_urgent(outcome: Outcome[T]) -> None:

@@ -57,6 +57,14 @@ def num_hooks(tensors: Iterable[torch.Tensor]) -> int:
 _hooks_of = operator.attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
+def have_hooks(tensors: Iterable[torch.Tensor]) -> bool:
+    """Return whether hooks are on any of some tensors that are no leaves, which can have those of `register_hook`."""
+    return any(map(_own_hooks_of, tensors))
+
+
+_own_hooks_of = operator.attrgetter("_backward_hooks")
+
+
 def hooks_of(tensor: torch.Tensor) -> dict[int, Any]:
     """Return the dict of a tensor's hooks, of `register_hook`, which stays when the tensor is gone."""
     handle: Any = tensor.register_hook(_no_change)  # type: ignore[no-untyped-call]
