@@ -247,7 +247,7 @@ class GraphedReplica:
             self._capture(args, kwargs)
         if self._graph is None:
             return called(self._modules[0], self._method)(*args, **kwargs)
-        inputs = [tensor for _, tensor in pytree.tensors((args, kwargs))]
+        inputs = [leaf for leaf in pytree.flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)]
         if torch.is_grad_enabled():
             linked = [*self._own, *[each for each in inputs if each.requires_grad]]
             outputs: Sequence[torch.Tensor] = _graphed(self, inputs, *linked)
