@@ -69,15 +69,24 @@ class Program(_PrintedAsPython):
     def said(self) -> tuple[str, ...]:
         """What a message says, in part, where the numbers are not those of the plain module."""
         of_blocks = [part for block in self.blocks for part in said_of(block)]
-        runs_again = self.parts > 1 or self.rescue
-        of_outputs = ("Both are outputs of the module",) if runs_again or self.outputs in _ONE_NUMBER else ()
+        without_ways = self.parts > 1 or self.rescue or self.graphs or self.outputs in _ONE_NUMBER
+        of_outputs = ("Both are outputs of the module",) if without_ways else ()
+        of_graphs = ("cannot be differentiated. Set model.graphs = False",) if self.graphs else ()
         in_a_mode = "batch norm" in self.traits and any(step.action == "backward_in_a_mode" for step in self.steps)
         # Replicas, and ranks, exchange values.
         of_modes = ("a dispatch or function mode around backward", "while a mode is active") if in_a_mode else ()
         # A parameter that `load_state_dict(assign=True)` has replaced, and that a dict still has, in two wrappers.
         is_left = "containers" in self.traits and self.wraps in ("twice", "both")
         of_left = ("computed outside forward and requires grad",) if is_left else ()
-        return *of_blocks, *INPUTS[self.inputs].said, *OUTPUTS[self.outputs].said, *of_outputs, *of_modes, *of_left
+        return (
+            *of_blocks,
+            *INPUTS[self.inputs].said,
+            *OUTPUTS[self.outputs].said,
+            *of_outputs,
+            *of_graphs,
+            *of_modes,
+            *of_left,
+        )
 
     def __post_init__(self) -> None:
         of_blocks = {trait for block in self.blocks for trait in (block.partition("/")[0], *traits_of(block))}
