@@ -552,6 +552,24 @@ def test_buffers_are_those_of_the_first_process(rank: int, options: dict) -> Non
             torch.testing.assert_close(one, two, rtol=1e-11, atol=1e-13, msg=name)
 
 
+@case(ONE)
+def test_forwards_before_one_backward_read_the_process_own_buffers(rank: int, options: dict) -> None:
+    """C8: the second process has no rows in the first forward, and does not know of what that has written."""
+
+    def forward(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        net.count.add_(1)
+        return net.last(x) * net.count.clone()
+
+    module = Calls(forward, last=nn.Linear(5, 3).double(), count=nn.Buffer(torch.zeros(()).double()))
+    model = unisono.DataParallel(module, **options)
+    x, *_ = data(rank, 0, (4, 8))
+    first, second = model(x if rank == 0 else x[:0]), model(x)
+    torch.testing.assert_close(second, module.last(x) * (2 if rank == 0 else 1))
+    (first.sum() + second.sum()).backward()
+    assert module.count == 2
+    torch.testing.assert_close(model(x), module.last(x) * 3)
+
+
 @case()
 def test_buffers_that_forward_reassigns(rank: int, options: dict) -> None:
     """C8, R5, C11: those of the first process persist. If their form depends on the rows, the processes would receive

@@ -183,7 +183,10 @@ def losses_that_leave(side: Side, step: Step) -> None:
         side.backward(kept, retain_graph=True)
         side.backward(output)
     elif how == 4:
-        side.backward(output + kept + both(1)[1], **_free(side))
+        # Until backward, a rank reads of buffers what those forwards wrote in which it had rows: behaviour.md, C8.
+        # The same batch is cut alike: a rank has rows in both, or in none.
+        second = 0 if side.has("buffers of ranks") else 1
+        side.backward(output + kept + both(second)[1], **_free(side))
     elif how == 5:
         with contextlib.nullcontext() if side.is_plain else next(side.wrappers()).no_sync():
             side.backward(kept)

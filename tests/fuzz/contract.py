@@ -56,6 +56,10 @@ PROGRAMS = {
     "a wrapper in a wrapper's parts": Program(
         ("linear/no bias",), _steps("train", "backward_in_a_mode"), wraps="twice", parts=2
     ),
+    "an attribute of a weight in a mode": Program(("read attributes/of a weight",), _steps("backward_in_a_mode")),
+    "losses that leave two forwards with buffers": Program(  # the second of two ranks has no rows
+        ("buffers/in place", "losses/plain"), (Step("losses_that_leave", 7, 81),)
+    ),
 }
 
 

@@ -34,6 +34,7 @@ from unisono.primitives.blueprint import Blueprint
 from unisono.primitives.inputs import scattered
 from unisono.primitives.outputs import without_rows
 from unisono.primitives.parallel_apply import values_or_raise
+from unisono.primitives.tensor_attributes import carry_attributes
 from unisono.runtime import devices as _devices
 from unisono.runtime.errors import add_note, log_once
 from unisono.runtime.thread_pool import inside_replica, run_together
@@ -191,6 +192,8 @@ class Ranks:
         linked = link_parameters(parameters, [{}], sync_context.plan(parameters), is_flat=False)
         linked.sum_over_ranks(sync_context)
         by_live = dict(zip(map(id, parameters), linked.own[0], strict=True))
+        for parameter in parameters:
+            carry_attributes(parameter, [by_live[id(parameter)]], by_live)
         # Each name of a shared parameter, and each module once: torch would untie what it ties.
         places = [(f"{path}.{name}", p) for path, m in function.named_modules() for name, p in m._parameters.items()]
         own = {name: by_live[id(parameter)] for name, parameter in places if id(parameter) in by_live}
