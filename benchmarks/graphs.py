@@ -1,6 +1,7 @@
 """What a step costs the host with graphs of kernels, and without, on asynchronous devices.
 
-    PYTHONPATH=tests python benchmarks/graphs.py
+    python benchmarks/graphs.py
+    python benchmarks/graphs.py --devices 1 2
 
 The module has 52 thin layers, each with a batch norm behind it. While a step is queued no kernel runs, so the time is
 that of the host: forward, backward and the optimizer. Steps with and without graphs take turns. Launches are what the
@@ -8,38 +9,37 @@ host queues in a step: operations, and graphs. The devices stand in for GPUs (te
 operation there takes longer than to launch a kernel of CUDA's, so ratios of times are no GPU's; launches are.
 """
 
+import argparse
 import contextlib
 import os
 import statistics
 import sys
 import time
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-os.environ.setdefault("QUEUED_DEVICES", "8")
+from typing import Any
 
 import torch
 from torch import nn
 
-import async_device
 from unisono import DataParallel
 
 NUM_LAYERS, WIDTH, ROWS = 52, 8, 32
 NUM_TURNS = 15
 
 
-def model() -> nn.Module:
+def model(device: str) -> nn.Module:
     layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.ReLU()) for _ in range(NUM_LAYERS)]
-    return nn.Sequential(*layers).to(f"{async_device.NAME}:0")
+    return nn.Sequential(*layers).to(device)
 
 
 class Training:
-    """Trains a module on some devices, one step a call."""
+    """Trains a module on some devices, one step a call; `async_device` is the module of that name."""
 
-    def __init__(self, num_devices: int, *, graphs: bool) -> None:
+    def __init__(self, async_device: Any, num_devices: int, *, graphs: bool) -> None:
         torch.manual_seed(0)
+        self._device = async_device
         devices = [f"{async_device.NAME}:{i}" for i in range(num_devices)]
-        self.module = model()
+        self.module = model(devices[0])
         self.wrapped = DataParallel(self.module, devices, graphs=graphs, sync_batch_norm=False)
         self.optimizer = torch.optim.SGD(self.module.parameters(), lr=0.1, foreach=True)
         self.inputs = torch.randn(ROWS, WIDTH, device=devices[0])
@@ -51,32 +51,40 @@ class Training:
 
     def host_s(self) -> float:
         """Return how long the host takes for a step, whose kernels run afterwards."""
-        async_device.C.synchronize_all()
+        self._device.C.synchronize_all()
         with contextlib.ExitStack() as stack:
             for device in self.wrapped.devices:
-                stack.enter_context(async_device.held(torch.accelerator.current_stream(device)))
+                stack.enter_context(self._device.held(torch.accelerator.current_stream(device)))
             began = time.perf_counter()
             self()
             taken = time.perf_counter() - began
-        async_device.C.synchronize_all()
+        self._device.C.synchronize_all()
         return taken
 
     def launches(self) -> int:
         """Return how many operations and graphs the host queues in a step."""
-        before = _queued()
+        before = self._num_queued()
         self()
-        return _queued() - before
+        return self._num_queued() - before
 
-
-def _queued() -> int:
-    operations = sum([sum(counts) for counts in async_device.C.counts().values()])
-    return int(operations + async_device.C.num_replays())
+    def _num_queued(self) -> int:
+        operations = sum([sum(counts) for counts in self._device.C.counts().values()])
+        return int(operations + self._device.C.num_replays())
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    few = range(1, 17)  # as many as the asynchronous device can be
+    parser.add_argument("--devices", type=int, nargs="+", default=[1, 2, 4, 8], choices=few, metavar="{1..16}")
+    options = parser.parse_args()
+    os.environ["QUEUED_DEVICES"] = str(max(options.devices))
+    sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+
+    import async_device  # it reads the variable
+
     print(f"{'devices':>8} {'launches':>8} {'with graphs':>12} {'host ms':>8} {'with graphs':>12} {'ratio':>6}")
-    for num_devices in (1, 2, 4, 8):
-        trainings = [Training(num_devices, graphs=graphs) for graphs in (False, True)]
+    for num_devices in options.devices:
+        trainings = [Training(async_device, num_devices, graphs=graphs) for graphs in (False, True)]
         for _ in range(8):
             for training in trainings:
                 training()

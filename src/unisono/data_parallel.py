@@ -237,6 +237,8 @@ class DataParallel(Wrapper, nn.DataParallel[M]):
             if self._is_made() and self.spans_processes:
                 raise decided("module", value, "DataParallel(module)")
         Wrapper.__setattr__(self, name, value)
+        if name == "graphs" and self._is_made():
+            self._step_memory.refresh()  # gives the memory of graphs back
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module on every device, each on its share of the rows; return the outputs as one.

@@ -48,7 +48,7 @@ from unisono.primitives.placements import check_have_data
 from unisono.primitives.replicate import check_can_be_replicated, live_tensors_of
 from unisono.primitives.split_sizes import split_rows
 from unisono.runtime import devices as _devices
-from unisono.runtime import timeline
+from unisono.runtime import draws_off, timeline
 from unisono.runtime.errors import ReplicaTimeout, add_note, is_of_replica, log_once, text_of
 from unisono.runtime.interrupts import critical, interruptibly
 from unisono.runtime.step_timer import StepTimer
@@ -386,11 +386,11 @@ def plan_of(
         counts_as=counts_as,
         is_early=not (pool is None or memory.first_steps.are_past(counts_as)),
     )
-    if not options.graphs or pool is None or here:
+    if not options.graphs or pool is None or here or draws_off.are_off():
         return plan
     reason = why_without_graphs(pool.blueprint, plan, in_ranks=in_ranks, has_wrappers=has_wrappers)
     refuse(pool.blueprint, reason, for_good=False)
-    return plan if reason or is_timed else replace(plan, graphs=True, in_one_graph=False)
+    return plan if reason or is_timed else replace(plan, graphs=True)
 
 
 def arguments_of(wrapper: Wrapper, method: str | None, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:

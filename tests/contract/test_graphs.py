@@ -4,6 +4,7 @@ captured runs without, for a reason that is logged once.
 The asynchronous device counts the graphs that are launched, and fills memory that a graph uses again with NaN.
 """
 
+import functools
 import gc
 import warnings
 from collections.abc import Callable, Iterator
@@ -197,6 +198,25 @@ def within_one_autocast(training: Training) -> None:
             training.forward(rows)
 
 
+def on_streams_in_turn(training: Training) -> None:
+    training.steps()
+    streams = [torch.Stream(device=training.model.devices[0]) for _ in range(3)]
+    weight, inputs = training.module.last.weight, [training.inputs() for _ in range(9)]
+    for number, x in enumerate(inputs):
+        torch.accelerator.synchronize()
+        with streams[number % 3]:  # nothing orders these but what each of them waits for itself
+            training.seen += torch.autograd.grad(training.model(x)["output"].square().sum(), [weight])
+    torch.accelerator.synchronize()
+
+
+def backward_within_autocast(training: Training) -> None:
+    for number in range(10):
+        loss = training.forward()
+        training.optimizer.zero_grad()
+        with torch.autocast(torch.device(DEVICES[0]).type, torch.bfloat16, enabled=number > 6):
+            loss.backward()
+
+
 def inputs_that_need_gradients(training: Training) -> None:
     for _ in range(7):
         x = training.inputs().requires_grad_()
@@ -205,11 +225,19 @@ def inputs_that_need_gradients(training: Training) -> None:
 
 
 @needs_graphs
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match")  # torch's, of the plain module
 @pytest.mark.parametrize(
     "run",
     [
         *(forwards_in_flight, other_gradients, two_backwards, some_gradients, evaluation_between, other_parameters),
-        *(batches_of_other_sizes, under_autocast, within_one_autocast, inputs_that_need_gradients),
+        *(
+            batches_of_other_sizes,
+            under_autocast,
+            within_one_autocast,
+            on_streams_in_turn,
+            backward_within_autocast,
+            inputs_that_need_gradients,
+        ),
     ],
 )
 def test_bits_with_graphs(run: Callable[[Training], None]) -> None:
@@ -240,6 +268,38 @@ def test_a_program_with_graphs_is_the_plain_modules(name: str, server: ProgramSe
     outcome = server.run(program)
     assert outcome.difference is None, f"{program!r}: {outcome.difference.text}"
     assert outcome.num_steps == len(program.steps)
+
+
+class Scaled(Net):
+    """Reads a number from a dict that the program changes; returns one tensor twice; adds a table that is made anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.options = {"scale": [1.0]}
+
+    @functools.lru_cache(maxsize=1)  # noqa: B019 - what a program would write
+    def table(self, rows: int, device: torch.device) -> Tensor:
+        return torch.arange(rows * 8, device=device).view(rows, 8) * 0.01
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        hidden = (self.first(x) + self.table(len(x), x.device)) * self.options["scale"][0]
+        output = self.last(hidden)
+        return {"output": output, "again": output, "size": hidden.square().sum(1)}
+
+
+@needs_graphs
+@pytest.mark.parametrize("num_devices", [1, len(DEVICES)])
+def test_what_forward_reads_from_containers_and_from_outside(num_devices: int) -> None:
+    """N18"""
+
+    def run(training: Training) -> None:
+        for scale in (1.0, 2.0):
+            training.module.options["scale"][0] = scale
+            for rows in (8, 12, 8):
+                for _ in range(5):
+                    training.step(rows)
+
+    assert assert_same_bits(run, make=Scaled, device_ids=DEVICES[:num_devices]) > 0
 
 
 # ---- what has no graphs ---------------------------------------------------------------------------
@@ -274,6 +334,15 @@ class Reassigns(Net):
         return super().forward(x - self.mean)
 
 
+class OnHost(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.tensor(2.0)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return super().forward(x * self.scale.cpu())
+
+
 class Checkpoints(Net):
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         run = super().forward
@@ -290,7 +359,8 @@ def with_hook() -> Net:
 @pytest.mark.parametrize(
     ("make", "options", "reason"),
     [
-        (Reads, {}, "cannot be captured (queued error: operation not permitted when stream is capturing"),
+        (Reads, {}, "waits for numbers of the device"),
+        (OnHost, {"device_ids": DEVICES[:1]}, "a tensor of the host"),
         (Counts, {}, "forward assigns attributes"),
         (Reassigns, {}, "forward assigns buffers"),
         (Checkpoints, {}, "activation checkpoint"),

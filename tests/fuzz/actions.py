@@ -154,8 +154,8 @@ def _free(side: Side) -> dict[str, bool]:
     return {"retain_graph": side.has("asynchronous")}
 
 
-# A loss that has left forward is a sum over the rows of a replica. Through a checkpoint that writes buffers it has other
-# numbers: row R5.
+# A loss that has left forward is a sum over the rows of a replica. Through a checkpoint that writes buffers its numbers
+# are others: row R5.
 @training(weight=4, only=("losses",), without=("loss: mean", "wraps: part", "written in backward"))
 def losses_that_leave(side: Side, step: Step) -> None:
     """Alone, with that of the output, before it, after it, of two forwards, without sync before, or by derivatives."""

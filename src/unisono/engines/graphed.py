@@ -40,7 +40,7 @@ from unisono.leftovers.buffers import versions_of
 from unisono.leftovers.generators import GeneratorStates
 from unisono.primitives import pytree
 from unisono.primitives.blueprint import Blueprint, collector_paused
-from unisono.primitives.change_tracking import GONE, HOOKS, DictSnapshot
+from unisono.primitives.change_tracking import GONE, HOOKS, OF_EVERY_MODULE, ContainerSnapshot, DictSnapshot
 from unisono.runtime import devices as _devices
 from unisono.runtime import draws_off
 from unisono.runtime.buckets import Bucket, is_plain
@@ -48,7 +48,8 @@ from unisono.runtime.errors import log_once, text_of
 from unisono.runtime.interrupts import uninterruptible
 from unisono.runtime.streams import capture_stream, wait_for_makers
 from unisono.runtime.thread_state import autocast_types, modes_that_stay
-from unisono.runtime.torch_private import engine, graph_nodes, process_wide
+from unisono.runtime.torch_private import checkpoints, engine, graph_nodes, process_wide
+from unisono.runtime.torch_private.modes import watching_operations
 
 _RUNS_WITHOUT = "graphs=True: the steps of {name} run without graphs, because {reason}."
 _TOO_MANY_KINDS = (
@@ -73,7 +74,9 @@ _NUM_BEFORE = 2  # steps of a kind that run without graphs: libraries choose the
 _MOST_KINDS = 3  # that have graphs, in one set of replicas; each keeps the memory of its activations
 _MOST_BACKWARDS = 3  # of one kind, which differ in the outputs that have gradients
 _MOST_COUNTED = 64  # kinds
+_CONTAINERS = frozenset({tuple, list, dict})
 _CONSTANTS = frozenset({bool, int, float, str, type(None)})
+_NEEDS_NUMBERS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _capturing = threading.Lock()  # one replica at a time
 
 
@@ -155,6 +158,7 @@ class Graphs:
         self._blueprint = blueprint
         self._kind: Hashable = None  # of the step that runs
         self._ways: dict[Hashable, Ways] = {}
+        self._containers: ContainerSnapshot | None = None  # what modules hold
         self._num_seen: Counter[Hashable] = Counter()
         self._by_kind: dict[Hashable, list[GraphedReplica]] = {}
 
@@ -166,18 +170,20 @@ class Graphs:
             shards: (positional, keyword) inputs of each replica.
         """
         if self._blueprint.without_graphs:
-            self._by_kind.clear()
+            self._forget()
             return None
         # `verify` compares, with other numbers; or there are hooks for all modules.
         if draws_off.are_off() or any(process_wide.hooks_of_every_module().values()):
             return None
+        if self._containers is None or not self._containers.is_current():
+            self._forget()
         self._kind = kind = _kind_of(plan, shards)
         if kind is None or kind in self._by_kind:
             return None if kind is None else self._by_kind[kind]
         self._num_seen[kind] += 1
         if self._num_seen[kind] <= _NUM_BEFORE:
             if len(self._num_seen) > _MOST_COUNTED:
-                self._num_seen.clear()
+                self._forget()
             return None
         if len(self._by_kind) >= _MOST_KINDS:
             log_once(_TOO_MANY_KINDS.format(name=type(self._blueprint.root).__name__, most=_MOST_KINDS))
@@ -185,6 +191,13 @@ class Graphs:
         of_step = self._blueprint, replicas, plan
         self._by_kind[kind] = [GraphedReplica(*of_step, index) for index, _ in enumerate(shards)]
         return self._by_kind[kind]
+
+    def _forget(self) -> None:
+        """Begin anew: a container of the module, which forward may read, has changed; or too many kinds were seen."""
+        for of_kind in (self._num_seen, self._by_kind, self._ways):
+            of_kind.clear()
+        attributes = [item for module in self._blueprint.modules for item in module.__dict__.items()]
+        self._containers = ContainerSnapshot([value for name, value in attributes if name not in OF_EVERY_MODULE])
 
     @property
     def ways(self) -> Ways:
@@ -201,6 +214,8 @@ def _kind_of(plan: StepPlan, shards: Sequence[Any]) -> Hashable | None:
     found: list[Hashable] = [plan.method, plan.flags, autocast_types()]
     for shard in shards:
         leaves, spec = pytree.flatten(shard)
+        if not _is_plain(spec):
+            return None
         found.append(spec.kind())
         for leaf in leaves:
             if isinstance(leaf, torch.Tensor):
@@ -208,10 +223,15 @@ def _kind_of(plan: StepPlan, shards: Sequence[Any]) -> Hashable | None:
                     return None
                 found.append((leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad))
             elif type(leaf) in _CONSTANTS:
-                found.append((type(leaf), leaf))
+                found.append((type(leaf), repr(leaf)))  # -0.0 equals 0.0
             else:
                 return None
     return (*found,)
+
+
+def _is_plain(spec: pytree.Spec) -> bool:
+    """Return whether a value has no containers with a state of their own."""
+    return spec.keys is None or (type(spec.value) in _CONTAINERS and all(map(_is_plain, spec.specs)))
 
 
 # ---- one replica ----------------------------------------------------------------------------------
@@ -239,6 +259,8 @@ class GraphedReplica:
         self._mark = torch.zeros((), dtype=torch.float32, device="cpu", requires_grad=True)  # as a collector has one
         self._graph: _devices.Graph | None = None  # of forward
         self.number = 0
+        self._stream: torch.Stream | None = None  # on which the graphs were launched last
+        self._last_use: _devices.Event | None = None  # after that
         self._backwards: dict[Hashable, _Backward] = {}  # by the gradients of the outputs that they get
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -253,14 +275,15 @@ class GraphedReplica:
             outputs: Sequence[torch.Tensor] = _graphed(self, inputs, *linked)
         else:
             outputs = self.launch(inputs)
-        given = iter(outputs)
-        leaves = [next(given) if isinstance(leaf, torch.Tensor) else leaf for leaf in self._leaves]
+        copies = dict(zip(map(id, self._ends), outputs, strict=True))
+        leaves = [copies.get(id(leaf), leaf) for leaf in self._leaves]
         return pytree.unflatten(self._spec, leaves, rebuild_all=True)
 
     def launch(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return copies of the outputs for these inputs (1) to (3)."""
         assert self._graph is not None
         self.number += 1
+        self._wait_for_last_use()
         with torch.no_grad():
             for slot, given in zip(self._inputs, inputs, strict=True):
                 slot.fill(given)
@@ -268,7 +291,18 @@ class GraphedReplica:
             if self._written:
                 torch.autograd.graph.increment_version(self._written)
             self._versions = [*map(_version, self._saved)] if self._saved else []
-            return [end.clone() for end in self._ends]
+            copies = [end.clone() for end in self._ends]
+        self._last_use = _devices.Event(torch.accelerator.current_stream(self._device))
+        return copies
+
+    def _wait_for_last_use(self) -> None:
+        """Let the calling thread's stream wait until the graphs' memory is not in use on another one."""
+        stream = torch.accelerator.current_stream(self._device)
+        if self._last_use is not None and stream != self._stream:
+            self._last_use.let_wait(stream)
+            for slot in [*self._inputs, *chain.from_iterable([each.slots for each in self._backwards.values()])]:
+                slot.tensor.record_stream(stream)
+        self._stream = stream
 
     def without_gradients(self, outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return those outputs that need no gradient."""
@@ -289,13 +323,16 @@ class GraphedReplica:
                 versions = versions_of(buffers)
                 # torch would compare versions with those of the captured forward; see `_saved`.
                 saved: set[int] = set()
-                with torch.autograd.graph.saved_tensors_hooks(partial(_pack, saved), _unpack):
+                hooks, operands, noted = partial(_pack, saved), _Operands(), checkpoints.begun.hooks
+                with torch.autograd.graph.saved_tensors_hooks(hooks, _unpack), watching_operations(operands):
+                    checkpoints.begun.hooks = noted  # these hooks are no checkpoint's
                     output = called(replica.modules[0], self._method)(*own_args, **own_kwargs)
                 self._leaves, self._spec = pytree.flatten(output)
-                self._ends = [leaf for leaf in self._leaves if isinstance(leaf, torch.Tensor)]
+                tensors = [leaf for leaf in self._leaves if isinstance(leaf, torch.Tensor)]
+                self._ends = [*{id(tensor): tensor for tensor in tensors}.values()]
                 if replica.registries.changes() or not attributes.is_current() or host.moved():
                     raise _CannotBeCapturedError("forward assigns attributes, or draws random numbers on the host")
-                if len(self._ends) < len([leaf for leaf in self._leaves if leaf is not None]):
+                if len(tensors) < len([leaf for leaf in self._leaves if leaf is not None]):
                     raise _CannotBeCapturedError("forward returns what is no tensor")
         except Exception as error:  # noqa: BLE001 - said
             host.restore()
@@ -308,7 +345,8 @@ class GraphedReplica:
         self._written = [each for each, a, b in zip(buffers, versions, now, strict=True) if a != b]
         # The module's own among what backward reads.
         self._saved = [each for each in (*replica.tensors, *buffers) if _memory_of(each) in saved]
-        self._replica, self._graph = replica, capture.last  # the replica keeps its memory
+        self._keeps = replica, operands.from_outside  # the memory that kernels read
+        self._graph = capture.last
 
     def _second_replica(self) -> Replica:
         """Return a replica in the memory of the one that is replaced, with parameters of its own."""
@@ -361,7 +399,7 @@ class GraphedReplica:
         """Return the gradients of the inputs, and give those of buckets to `take`."""
         if modes_that_stay():  # around this backward: they see its operations
             return self._backward_without_graph(given, take)
-        kind = tuple([(k, grad.stride()) for k, grad in given.items()])
+        kind = autocast_types(), *[(k, grad.stride()) for k, grad in given.items()]
         backward = self._backwards.get(kind)
         if backward is None and not self._blueprint.without_graphs and len(self._backwards) < _MOST_BACKWARDS:
             backward = self._capture_backward(given)
@@ -369,6 +407,7 @@ class GraphedReplica:
                 self._backwards[kind] = backward
         if backward is None:
             return self._backward_without_graph(given, take)
+        self._wait_for_last_use()
         for slot, grad in zip(backward.slots, given.values(), strict=True):
             slot.fill(grad)
         for graph, number, bucket, flat in backward.parts:
@@ -376,12 +415,16 @@ class GraphedReplica:
             pieces = bucket.pieces(flat.clone())
             take(number, [*map(pieces.get, self._linked.plan.numbers[number])])
         backward.last.launch()
-        return [grad if grad is None else grad.clone() for grad in backward.of_inputs]
+        of_inputs = [grad if grad is None else grad.clone() for grad in backward.of_inputs]
+        self._last_use = _devices.Event(torch.accelerator.current_stream(self._device))
+        return of_inputs
 
     def _backward_without_graph(self, given: Mapping[int, torch.Tensor], take: "_Take") -> Gradients:
         """Do what `_backward` does, by the autograd graph of the captured forward, whose memory has this forward's."""
         found: list[tuple[int, Sequence[torch.Tensor | None]]] = []
-        of_inputs = self._gradients(given, [*given.values()], lambda *of_bucket: found.append(of_bucket))
+        self._wait_for_last_use()
+        with _capturing:  # this runs on the stream of captures
+            of_inputs = self._gradients(given, [*given.values()], lambda *of_bucket: found.append(of_bucket))
         every = [*of_inputs, *chain.from_iterable([gradients for _, gradients in found])]
         wait_for_makers([capture_stream(self._device)], every)
         for b, gradients in found:
@@ -501,6 +544,34 @@ class _Capture:
             except Exception:
                 if kind is None:
                     raise
+
+
+class _Operands:
+    """Looks at the operations of a captured forward: keeps what kernels read from outside, and refuses what cannot be.
+
+    It refuses before the operation runs, because an error of the device would leave more than a failed capture.
+
+    Attributes:
+        from_outside: tensors that no operation of the forward has made.
+    """
+
+    def __init__(self) -> None:
+        self.from_outside: dict[int, torch.Tensor] = {}
+        self._made: set[int] = set()
+
+    def __call__(self, operation: Any, operands: Sequence[torch.Tensor], device: Any, call: Callable[[], Any]) -> Any:
+        if _NEEDS_NUMBERS & {*operation.tags}:
+            raise _CannotBeCapturedError(f"{operation} waits for numbers of the device")
+        if any(_devices.computes_on_host(tensor.device) for tensor in operands if not tensor.is_meta):
+            raise _CannotBeCapturedError("forward uses a tensor of the host")
+        if operands and device is not None and _devices.computes_on_host(torch.device(device)):
+            raise _CannotBeCapturedError("forward copies to the host")
+        for tensor in filter(is_plain, operands):
+            if _memory_of(tensor) not in self._made:
+                self.from_outside.setdefault(_memory_of(tensor), tensor.detach())
+        result = call()
+        self._made.update([_memory_of(tensor) for _, tensor in pytree.tensors(result) if is_plain(tensor)])
+        return result
 
 
 class _Receiver:

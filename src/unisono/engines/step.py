@@ -34,7 +34,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from unisono.autograd.boundary import join
-from unisono.autograd.graph_search import Recorded
+from unisono.autograd.graph_search import Recorded, ways_between
 from unisono.autograd.linked import BoundaryTensor, LeafTensors, LinkedParameters, LinkedTensors
 from unisono.autograd.one_graph import OneGraph
 from unisono.autograd.replica_graph import CapturedTensors, Passes, ReplicaGraphs, pass_on
@@ -248,8 +248,6 @@ class Step:
         )
         self._passes = self._passes_of(pool.blueprint)
         self._graphed = self._graphs_of_step() if plan.graphs and not plan.is_early else None
-        if not plan.graphs:
-            self._replicas.graphs = None
 
     def _graphs_of_step(self) -> Sequence[GraphedReplica] | None:
         """Return what runs in the replicas' place in this step, as graphs of kernels; None: they run themselves."""
@@ -308,7 +306,7 @@ class Step:
             # A wrapper inside would run as a wrapper of its own where a checkpoint calls it in backward. A profile
             # records backwards of accelerators by events.
             is_one_graph = plan.in_one_graph and not (runs_again or self._pool.has_wrappers)
-            is_one_graph = is_one_graph and (self._step is None or plan.on_host)
+            is_one_graph = is_one_graph and not self._graphed and (self._step is None or plan.on_host)
             captured = self._captured_tensors([*matched.groups, *of_buffers], in_one_graph=is_one_graph)
             if self._graphed:
                 captured = captured._replace(ways=self._replicas.graphs.ways)
@@ -322,15 +320,16 @@ class Step:
             joined = [each.join(each.tensors) for each in outputs]
         self._joined_buffers = joined[len(matched.groups) :]
         if self._outputs is not None:
-            self._look_for_graphs(self._outputs, captured)
+            self._look_for_graphs(self._outputs, captured, matched.groups)
         return matched.put_together(joined, plan.output_device)
 
-    def _look_for_graphs(self, outputs: Sequence[Any], captured: CapturedTensors) -> None:
+    def _look_for_graphs(self, outputs: Sequence[Any], captured: CapturedTensors, groups: Sequence[Group]) -> None:
         """Look at a step that has run without graphs: may later ones have them?"""
         of_step = {"assigns": self._assigns, "has_new_buffers": bool(self._changes)}
         of_step["has_more"] = bool(self._memory.written or self._reached or self._frozen or self.linked.frozen())
         if self._replicas.graphs is not None:
-            self._replicas.graphs.ways = captured.ways
+            ways = ways_between(groups, in_parts=False) if self._plan.in_one_graph else captured.ways
+            self._replicas.graphs.ways = ways
         refuse(self._pool.blueprint, why_not(outputs, self._replicas.live_of, captured, **of_step))
 
     def _commit(self) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from unisono.runtime.contexts import contextmanager
 from unisono.runtime.errors import traceback_of
@@ -136,6 +137,25 @@ def without_modes(function: Callable[P, T]) -> Callable[P, T]:
 
 
 # ---- transforms of torch.func, and forward-mode differentiation ----------------------------------
+
+
+def watching_operations(watch: Callable[[Any, list[torch.Tensor], Any, Callable[[], Any]], Any]) -> Any:
+    """Return the context in which each operation of the calling thread is called by `watch`.
+
+    Args:
+        watch: called with the operation, the tensors that it is given, its argument `device` (None: it has none), and
+            what calls it.
+    """
+
+    class Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            kwargs = kwargs or {}
+            every = [*args, *kwargs.values()]
+            flat = [each for value in every for each in (value if isinstance(value, list | tuple) else [value])]
+            operands = [each for each in flat if isinstance(each, torch.Tensor)]
+            return watch(func, operands, kwargs.get("device"), lambda: func(*args, **kwargs))
+
+    return Watching()  # type: ignore[no-untyped-call]
 
 
 def has_transforms() -> bool:
