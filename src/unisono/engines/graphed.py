@@ -170,7 +170,7 @@ class Graphs:
             shards: (positional, keyword) inputs of each replica.
         """
         if self._blueprint.without_graphs:
-            self._forget()
+            self._by_kind.clear()
             return None
         # `verify` compares, with other numbers; or there are hooks for all modules.
         if draws_off.are_off() or any(process_wide.hooks_of_every_module().values()):
