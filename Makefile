@@ -37,7 +37,8 @@ test-all: $(READY)  ## what `make test` leaves out because it takes longer: slow
 # What concerns devices. tests/async_device/README.md says what this device is; it is built once, which takes a minute.
 QUEUED = UNISONO_TEST_DEVICES=queued:0,queued:1
 ON_DEVICES = tests/async_device tests/contract tests/gpu tests/test_examples.py --ignore tests/gpu/test_gpu_check.py
-WITH_DELAYS = tests/contract/test_gradients.py tests/contract/test_map.py tests/contract/test_kept_replicas.py
+WITH_DELAYS = tests/contract/test_gradients.py tests/contract/test_map.py tests/contract/test_kept_replicas.py \
+  tests/contract/test_graphs.py
 # Ranks with devices of their own, up to two each; with delays, replicas that wait for each other, each with one, and a
 # chain of devices.
 SIX_QUEUED = QUEUED_DEVICES=6 UNISONO_TEST_DEVICES=queued:0,queued:1,queued:2,queued:3,queued:4,queued:5
