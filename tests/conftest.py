@@ -1,6 +1,7 @@
 """What every test gets, fixtures for tests of several devices, and the rows of docs/behaviour.md as markers."""
 
 import contextlib
+import faulthandler
 import gc
 import importlib.util
 import inspect
@@ -74,6 +75,12 @@ if importlib.util.find_spec("hypothesis"):  # `make gpu-check` runs without it, 
     )
     settings.register_profile("thorough", settings.get_profile("default"), max_examples=1000)
     settings.load_profile("default")  # the option is read later, and then its profile holds
+
+
+def pytest_keyboard_interrupt(excinfo: pytest.ExceptionInfo[BaseException]) -> None:
+    """Say where a process of pytest-xdist was interrupted: it says that it was, and no more."""
+    print(f"interrupted in process {os.getpid()}:\n{excinfo.getrepr(style='short')}", file=sys.__stderr__)
+    faulthandler.dump_traceback(file=sys.__stderr__)
 
 
 def pytest_report_header() -> list[str]:
