@@ -52,7 +52,6 @@ M = TypeVarWithDefault("M", bound=nn.Module, default=Any)
 B = TypeVar("B")
 Out = TypeVar("Out")
 _NO_RESCUE = "rescue=True does nothing with one device ({device}), where the plain module runs: give parts=2, or more"
-
 _NO_GRAPHS = "graphs=True does nothing on {device}: graphs of kernels are for accelerators"
 
 

@@ -22,18 +22,9 @@ Graph = torch.accelerator.Graph
 
 
 @pytest.fixture(autouse=True)
-def _settings(collector_off: None) -> Iterator[None]:
-    """Give each test the settings of the process, the default streams, and the first device."""
-    settings = C.settings()
+def _no_capture_is_left(fresh_device: None) -> Iterator[None]:
     yield
-    C.set_seed(settings["QUEUED_SEED"])
-    C.set_delay(settings["QUEUED_DELAY_US"], settings["QUEUED_DELAY_PERCENT"])
-    C.set_blocking(bool(settings["QUEUED_BLOCKING"]))
-    C.set_poison(settings["QUEUED_POISON"])
-    C.set_memory(settings["QUEUED_MEMORY_MIB"] << 20)
-    C.set_device(0)
     assert not any(C.is_capturing(device) for device in (0, 1))
-    C.synchronize_all()
 
 
 @pytest.fixture
@@ -544,12 +535,7 @@ def test_a_graph_captured_within_a_backward(stream: torch.Stream) -> None:
     x, weight = (torch.randn(size, device=FIRST).requires_grad_() for size in ((5, 4), (4, 3)))
     graphs: list[tuple[torch.accelerator.Graph, tuple[torch.Tensor, ...]]] = []
 
-    class Captured(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x, weight):  # type: ignore[no-untyped-def]
-            ctx.save_for_backward(x, weight)
-            return (x @ weight).tanh().pow(2).sum()
-
+    class Captured(_Recomputed):
         @staticmethod
         def backward(ctx, grad):  # type: ignore[no-untyped-def]
             if not graphs:

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -24,18 +24,7 @@ FIRST, SECOND = torch.device("queued:0"), torch.device("queued:1")
 BLOCK = 4096  # numbers of float32, which fill a block of the allocator
 
 
-@pytest.fixture(autouse=True)
-def _settings(collector_off: None) -> Iterator[None]:
-    """Give each test the settings of the process, the default streams, the first device, and memory of its own."""
-    settings = C.settings()
-    yield
-    C.set_seed(settings["QUEUED_SEED"])
-    C.set_delay(settings["QUEUED_DELAY_US"], settings["QUEUED_DELAY_PERCENT"])
-    C.set_blocking(bool(settings["QUEUED_BLOCKING"]))
-    C.set_poison(settings["QUEUED_POISON"])
-    C.set_memory(settings["QUEUED_MEMORY_MIB"] << 20)
-    C.synchronize_all()
-    C.set_device(0)
+pytestmark = pytest.mark.usefixtures("fresh_device")
 
 
 def current(device: torch.device = FIRST) -> torch.Stream:

@@ -75,6 +75,9 @@ def test_a_rank_launches_no_operation_for_each_parameter() -> None:
     assert beyond["ddp"][1] > beyond["ddp"][0] > beyond["unisono"][0]
 
 
+CALLS_OF_A_WAIT = 7
+
+
 def calls_of_ranks(rank: int) -> dict[str, list[int]]:
     host_calls, ways = benchmark("host_calls"), benchmark("launches").WAYS
     return {
@@ -84,8 +87,8 @@ def calls_of_ranks(rank: int) -> dict[str, list[int]]:
 
 
 def test_a_rank_makes_few_calls_more_than_ddp() -> None:
-    """And none for a parameter, of which the longer model has 80 more. A wait for the other rank makes some calls."""
+    """And none for a parameter. A rank that finds the sum there makes none of the calls of its wait."""
     counts, _ = run_ranks(2, calls_of_ranks)
     short, long = [own - ddp for own, ddp in zip(counts["unisono"], counts["ddp"], strict=True)]
-    assert max(short, long) <= 310 + MORE
-    assert abs(long - short) < 20
+    assert max(short, long) <= 303 + MORE
+    assert abs(long - short) in (0, CALLS_OF_A_WAIT)

@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial, reduce
 from operator import attrgetter
-from typing import Any, NamedTuple, NoReturn, TypeAlias
+from typing import Any, NamedTuple, NoReturn, Protocol, TypeAlias
 
 import torch
 
@@ -60,7 +60,7 @@ _PICKLED = (
 
 # Added to the sequence numbers of nodes that torch's engine runs as soon as they are ready. A LiveNode comes before the
 # next forward's boundary, whose gradients would need memory beside its own.
-RUN_FIRST = 1 << 62
+_FIRST = 1 << 62
 
 
 # What gets the gradients of a backward of the boundary, by collector.
@@ -409,7 +409,7 @@ def token_of(collector: Collector) -> torch.Tensor:
     """Return a token for the live tensors of a collector."""
     token: torch.Tensor = LiveNode.apply(collector, *collector.live)  # type: ignore[no-untyped-call]
     if token.grad_fn is not None:
-        graph_nodes.run_first(token.grad_fn, RUN_FIRST)
+        graph_nodes.run_first(token.grad_fn, _FIRST)
     return token
 
 
@@ -433,6 +433,14 @@ class LiveNode(torch.autograd.Function):
         return (None, *gradients)
 
 
+class BucketReceiver(Protocol):
+    """What gets the gradients of bucket nodes: a `Collector`, or one of a replica that is captured (graphed.py)."""
+
+    mark: torch.Tensor
+
+    def receive(self, bucket: int, replica: int, gradients: Sequence[torch.Tensor | None], /) -> None: ...
+
+
 class BucketNode(torch.autograd.Function):
     """(2) The node of one bucket of one replica.
 
@@ -445,7 +453,7 @@ class BucketNode(torch.autograd.Function):
         token: torch.Tensor,
         _: torch.Tensor,
         __: torch.Tensor | None,
-        collector: Collector,
+        collector: BucketReceiver,
         bucket: int,
         replica: int,
         make: Callable[[], tuple[torch.Tensor, ...]],
@@ -462,6 +470,21 @@ class BucketNode(torch.autograd.Function):
         return (None,) * 7
 
 
+def with_bucket_node(
+    token: torch.Tensor,
+    receiver: BucketReceiver,
+    bucket: int,
+    replica: int,
+    given: Sequence[torch.Tensor],
+    leaf: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """Return tensors that need no gradient yet as outputs of a bucket node, which runs as soon as it can."""
+    of_node = token, receiver.mark, leaf, receiver, bucket, replica
+    tensors: tuple[torch.Tensor, ...] = BucketNode.apply(*of_node, lambda: tuple(given))  # type: ignore[no-untyped-call]
+    graph_nodes.run_first(tensors[0].grad_fn, _FIRST)
+    return tensors
+
+
 def own_tensors(
     token: torch.Tensor,
     collector: Collector,
@@ -475,9 +498,7 @@ def own_tensors(
     Args:
         leaf: that of parameters; see `leaf_on`.
     """
-    of_node = token, collector.mark, leaf, collector, bucket, replica
-    tensors: tuple[torch.Tensor, ...] = BucketNode.apply(*of_node, lambda: tuple(given))  # type: ignore[no-untyped-call]
-    graph_nodes.run_first(tensors[0].grad_fn, RUN_FIRST)
+    tensors = with_bucket_node(token, collector, bucket, replica, given, leaf)
     _collectors[id(collector)] = collector
     if collector.frozen:  # by an earlier forward
         collector.frozen.difference_update([each for each in [*collector.frozen] if each[:2] == (bucket, replica)])

@@ -21,7 +21,7 @@ numbers in tensors, or takes from a global, is that of the captured step.
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from itertools import chain
@@ -30,7 +30,7 @@ from typing import Any, NamedTuple, Self, TypeAlias
 
 import torch
 
-from unisono.autograd.bucket_nodes import RUN_FIRST
+from unisono.autograd.bucket_nodes import with_bucket_node
 from unisono.autograd.gradient_sums import Gradients
 from unisono.autograd.linked import own_parameter
 from unisono.autograd.replica_graph import CapturedTensors, Ways
@@ -44,12 +44,13 @@ from unisono.primitives.change_tracking import GONE, HOOKS, OF_EVERY_MODULE, Con
 from unisono.runtime import devices as _devices
 from unisono.runtime import draws_off
 from unisono.runtime.buckets import Bucket, is_plain
+from unisono.runtime.contexts import contextmanager
 from unisono.runtime.errors import log_once, text_of
 from unisono.runtime.interrupts import uninterruptible
 from unisono.runtime.streams import capture_stream, wait_for_makers
 from unisono.runtime.thread_state import autocast_types, modes_that_stay
-from unisono.runtime.torch_private import checkpoints, engine, graph_nodes, process_wide
-from unisono.runtime.torch_private.modes import watching_operations
+from unisono.runtime.torch_private import checkpoints, engine, process_wide
+from unisono.runtime.torch_private.modes import WatchedOperations
 
 _RUNS_WITHOUT = "graphs=True: the steps of {name} run without graphs, because {reason}."
 _TOO_MANY_KINDS = (
@@ -68,7 +69,7 @@ _MODIFIED = (
     "one of the variables needed for gradient computation has been modified by an inplace operation: a parameter or a "
     "buffer of the module was written between forward and backward (graphs=True)."
 )
-HIGHER_ORDER = "a backward has create_graph=True"
+CREATES_GRAPH = "a backward has create_graph=True"
 _CANNOT = "it cannot be captured ({})"
 _NUM_BEFORE = 2  # steps of a kind that run without graphs: libraries choose their kernels in these
 _MOST_KINDS = 3  # that have graphs, in one set of replicas; each keeps the memory of its activations
@@ -88,7 +89,7 @@ def why_without_graphs(blueprint: Blueprint, plan: StepPlan, *, in_ranks: bool, 
     accelerators = [device for device in plan.devices if not _devices.computes_on_host(device)]
     reasons = {
         "the CPU has none": not accelerators,
-        f"torch has none for {accelerators[:1]}": bool(accelerators) and not _devices.has_graphs(accelerators[0]),
+        f"torch has none for {plan.devices[0].type}": bool(accelerators) and not _devices.has_graphs(accelerators[0]),
         "two replicas are on one device": len({*plan.devices}) < len(plan.devices),
         "parts or rescue run forward again": not plan.runs_whole,
         "batch norm sees the rows of all replicas": bool(plan.sync_batch_norm) and (in_ranks or len(plan.devices) > 1),
@@ -97,7 +98,7 @@ def why_without_graphs(blueprint: Blueprint, plan: StepPlan, *, in_ranks: bool, 
         "an input is an object of an unknown class": plan.carries_objects,
         "a module has hooks": any(m.__dict__[kind] for m in blueprint.modules for kind in HOOKS),
     }
-    return next((reason for reason, holds in reasons.items() if holds), "")
+    return _first_that_holds(reasons)
 
 
 def why_not(
@@ -133,6 +134,10 @@ def why_not(
         "forward returns a parameter or a buffer": bool(own),
         "an output is sparse, nested or of a subclass": not all(is_plain(t) for each in tensors for t in each),
     }
+    return _first_that_holds(reasons)
+
+
+def _first_that_holds(reasons: Mapping[str, bool]) -> str:
     return next((reason for reason, holds in reasons.items() if holds), "")
 
 
@@ -143,7 +148,8 @@ def refuse(blueprint: Blueprint, reason: str, *, for_good: bool = True) -> None:
         for_good: whether this holds for all steps of the module as it is now.
     """
     if reason:
-        blueprint.without_graphs = reason if for_good else blueprint.without_graphs
+        if for_good:
+            blueprint.without_graphs = reason
         log_once(_RUNS_WITHOUT.format(name=type(blueprint.root).__name__, reason=reason))
 
 
@@ -183,7 +189,8 @@ class Graphs:
         self._num_seen[kind] += 1
         if self._num_seen[kind] <= _NUM_BEFORE:
             if len(self._num_seen) > _MOST_COUNTED:
-                self._forget()
+                self._num_seen.clear()
+                self._ways = {kind: self._ways[kind] for kind in self._by_kind}
             return None
         if len(self._by_kind) >= _MOST_KINDS:
             log_once(_TOO_MANY_KINDS.format(name=type(self._blueprint.root).__name__, most=_MOST_KINDS))
@@ -193,7 +200,7 @@ class Graphs:
         return self._by_kind[kind]
 
     def _forget(self) -> None:
-        """Begin anew: a container of the module, which forward may read, has changed; or too many kinds were seen."""
+        """Begin anew: a container of the module, which forward may read, has changed."""
         for of_kind in (self._num_seen, self._by_kind, self._ways):
             of_kind.clear()
         attributes = [item for module in self._blueprint.modules for item in module.__dict__.items()]
@@ -214,7 +221,7 @@ def _kind_of(plan: StepPlan, shards: Sequence[Any]) -> Hashable | None:
     found: list[Hashable] = [plan.method, plan.flags, autocast_types()]
     for shard in shards:
         leaves, spec = pytree.flatten(shard)
-        if not _is_plain(spec):
+        if not _has_plain_containers(spec):
             return None
         found.append(spec.kind())
         for leaf in leaves:
@@ -229,9 +236,9 @@ def _kind_of(plan: StepPlan, shards: Sequence[Any]) -> Hashable | None:
     return (*found,)
 
 
-def _is_plain(spec: pytree.Spec) -> bool:
+def _has_plain_containers(spec: pytree.Spec) -> bool:
     """Return whether a value has no containers with a state of their own."""
-    return spec.keys is None or (type(spec.value) in _CONTAINERS and all(map(_is_plain, spec.specs)))
+    return spec.keys is None or (type(spec.value) in _CONTAINERS and all(map(_has_plain_containers, spec.specs)))
 
 
 # ---- one replica ----------------------------------------------------------------------------------
@@ -256,7 +263,6 @@ class GraphedReplica:
         self._modules, self._copied = replicas.each[index].modules, replicas.memory_of(index)
         self._own = self._linked.own[index]
         self._receiver = _Receiver()  # of what reaches the buckets of the second replica
-        self._mark = torch.zeros((), dtype=torch.float32, device="cpu", requires_grad=True)  # as a collector has one
         self._graph: _devices.Graph | None = None  # of forward
         self.number = 0
         self._stream: torch.Stream | None = None  # on which the graphs were launched last
@@ -283,26 +289,28 @@ class GraphedReplica:
         """Return copies of the outputs for these inputs (1) to (3)."""
         assert self._graph is not None
         self.number += 1
-        self._wait_for_last_use()
-        with torch.no_grad():
+        with self._memory_in_use(), torch.no_grad():
             for slot, given in zip(self._inputs, inputs, strict=True):
                 slot.fill(given)
             self._graph.launch()
             if self._written:
                 torch.autograd.graph.increment_version(self._written)
             self._versions = [*map(_version, self._saved)] if self._saved else []
-            copies = [end.clone() for end in self._ends]
-        self._last_use = _devices.Event(torch.accelerator.current_stream(self._device))
-        return copies
+            return [end.clone() for end in self._ends]
 
-    def _wait_for_last_use(self) -> None:
-        """Let the calling thread's stream wait until the graphs' memory is not in use on another one."""
+    @contextmanager
+    def _memory_in_use(self) -> Iterator[None]:
+        """Within the block, use the graphs' memory on the calling thread's stream: after its last use on another."""
         stream = torch.accelerator.current_stream(self._device)
         if self._last_use is not None and stream != self._stream:
             self._last_use.let_wait(stream)
             for slot in [*self._inputs, *chain.from_iterable([each.slots for each in self._backwards.values()])]:
                 slot.tensor.record_stream(stream)
         self._stream = stream
+        try:
+            yield
+        finally:
+            self._last_use = _devices.Event(stream)
 
     def without_gradients(self, outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return those outputs that need no gradient."""
@@ -324,7 +332,7 @@ class GraphedReplica:
                 # torch would compare versions with those of the captured forward; see `_saved`.
                 saved: set[int] = set()
                 hooks, operands, noted = partial(_pack, saved), _Operands(), checkpoints.begun.hooks
-                with torch.autograd.graph.saved_tensors_hooks(hooks, _unpack), watching_operations(operands):
+                with torch.autograd.graph.saved_tensors_hooks(hooks, _unpack), WatchedOperations(operands):
                     checkpoints.begun.hooks = noted  # these hooks are no checkpoint's
                     output = called(replica.modules[0], self._method)(*own_args, **own_kwargs)
                 self._leaves, self._spec = pytree.flatten(output)
@@ -353,8 +361,7 @@ class GraphedReplica:
         live, own = self._linked.live, dict[int, torch.Tensor]()
         for b, numbers in enumerate(self._linked.plan.numbers):
             given = [own_parameter(live[n], self._copied.get(id(live[n]), live[n])) for n in numbers]
-            of_bucket = _Own.apply(self._mark, self._receiver, b, lambda given=given: tuple(given))  # type: ignore[no-untyped-call]
-            graph_nodes.run_first(of_bucket[0].grad_fn, RUN_FIRST)
+            of_bucket = with_bucket_node(self._receiver.mark, self._receiver, b, self._index, given)
             own.update(zip([id(live[n]) for n in numbers], of_bucket, strict=True))
         replica = Replica(self._blueprint, self._copied, own, shares_buffers=self._index == 0)
         for number, key in self._blueprint.assigned:  # by earlier forwards, on all replicas alike
@@ -407,26 +414,24 @@ class GraphedReplica:
                 self._backwards[kind] = backward
         if backward is None:
             return self._backward_without_graph(given, take)
-        self._wait_for_last_use()
-        for slot, grad in zip(backward.slots, given.values(), strict=True):
-            slot.fill(grad)
-        for graph, number, bucket, flat in backward.parts:
-            graph.launch()
-            pieces = bucket.pieces(flat.clone())
-            take(number, [*map(pieces.get, self._linked.plan.numbers[number])])
-        backward.last.launch()
-        of_inputs = [grad if grad is None else grad.clone() for grad in backward.of_inputs]
-        self._last_use = _devices.Event(torch.accelerator.current_stream(self._device))
-        return of_inputs
+        with self._memory_in_use():
+            for slot, grad in zip(backward.slots, given.values(), strict=True):
+                slot.fill(grad)
+            for graph, number, bucket, flat in backward.parts:
+                graph.launch()
+                pieces = bucket.pieces(flat.clone())
+                take(number, [*map(pieces.get, self._linked.plan.numbers[number])])
+            backward.last.launch()
+            return [grad if grad is None else grad.clone() for grad in backward.of_inputs]
 
     def _backward_without_graph(self, given: Mapping[int, torch.Tensor], take: "_Take") -> Gradients:
         """Do what `_backward` does, by the autograd graph of the captured forward, whose memory has this forward's."""
         found: list[tuple[int, Sequence[torch.Tensor | None]]] = []
-        self._wait_for_last_use()
-        with _capturing:  # this runs on the stream of captures
-            of_inputs = self._gradients(given, [*given.values()], lambda *of_bucket: found.append(of_bucket))
-        every = [*of_inputs, *chain.from_iterable([gradients for _, gradients in found])]
-        wait_for_makers([capture_stream(self._device)], every)
+        with self._memory_in_use():
+            with _capturing:  # this runs on the stream of captures
+                of_inputs = self._gradients(given, [*given.values()], lambda *of_bucket: found.append(of_bucket))
+            every = [*of_inputs, *chain.from_iterable([gradients for _, gradients in found])]
+            wait_for_makers([capture_stream(self._device)], every)
         for b, gradients in found:
             take(b, gradients)
         return of_inputs
@@ -434,7 +439,7 @@ class GraphedReplica:
     def _gradients(self, ends: Iterable[int], grads: Sequence[torch.Tensor], take: "_Take") -> Gradients:
         self._receiver.take = take
         try:
-            given = [self._ends[k] for k in ends], [self._mark, *self._inputs_with_gradients], grads
+            given = [self._ends[k] for k in ends], [self._receiver.mark, *self._inputs_with_gradients], grads
             return [*engine.gradients(*given, keep=True)[1:]]
         finally:
             self._receiver.take = None
@@ -575,29 +580,25 @@ class _Operands:
 
 
 class _Receiver:
-    """Gets the gradients of buckets of the replica that is captured, while its backward runs."""
+    """Gets the gradients of buckets of the replica that is captured, as a `Collector` does of others.
+
+    Attributes:
+        mark: the leaf behind its bucket nodes.
+        take: called with them while a backward runs.
+    """
 
     take: "_Take | None" = None
 
+    def __init__(self) -> None:
+        self.mark = torch.zeros((), dtype=torch.float32, device="cpu", requires_grad=True)
+
+    def receive(self, bucket: int, _: int, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Receive the gradients of a bucket. Called by torch's engine."""
+        assert self.take is not None
+        self.take(bucket, gradients)
+
 
 _Take: TypeAlias = Callable[[int, Sequence[torch.Tensor | None]], object]  # called with a bucket's number
-
-
-class _Own(torch.autograd.Function):
-    """The node of a bucket of parameters of the replica that is captured, as `BucketNode` is of other replicas."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, _: torch.Tensor, receiver: _Receiver, bucket: int, make: Callable[[], tuple[torch.Tensor, ...]]
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.receiver, ctx.bucket = receiver, bucket
-        ctx.set_materialize_grads(False)
-        return make()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, ...]:
-        ctx.receiver.take(ctx.bucket, grads)
-        return (None,) * 4
 
 
 class _Graphed(torch.autograd.Function):

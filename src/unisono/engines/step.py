@@ -39,7 +39,7 @@ from unisono.autograd.linked import BoundaryTensor, LeafTensors, LinkedParameter
 from unisono.autograd.one_graph import OneGraph
 from unisono.autograd.replica_graph import CapturedTensors, Passes, ReplicaGraphs, pass_on
 from unisono.engines.compile_lock import compiler_prepared, kind_of
-from unisono.engines.graphed import HIGHER_ORDER, GraphedReplica, Graphs, refuse, why_not
+from unisono.engines.graphed import CREATES_GRAPH, GraphedReplica, Graphs, refuse, why_not
 from unisono.engines.parts import parts_of, run_in_parts
 from unisono.engines.replica import ReplicaPool
 from unisono.engines.rescue import Replay, run_rescued
@@ -285,7 +285,8 @@ class Step:
         replicas.in_one_graph = plan.in_one_graph
         self._assigns = not replicas.attributes.is_current()
         self._kept = replicas.assigned(outputs) if replicas.are_new or self._assigns else []
-        self._outputs = outputs if plan.graphs and self._graphed is None else None
+        is_looked_at = plan.graphs and self._graphed is None and not self._pool.blueprint.without_graphs
+        self._outputs = outputs if is_looked_at else None
         if timeline.recording:
             timeline.mark(timeline.GATHER)
         is_summed = self._call.sync_context is not None and self._tracked
@@ -499,7 +500,7 @@ class Step:
             captured=captured,
             passes=self._passes,
             on_release=self._replicas.end_backward,
-            on_higher_order=partial(refuse, self._pool.blueprint, HIGHER_ORDER) if plan.graphs else None,
+            on_higher_order=partial(refuse, self._pool.blueprint, CREATES_GRAPH) if plan.graphs else None,
             on_backward=self._replicas.backward_has_run if self._replicas.writes is not None else None,
             sync_context=call.sync_context,
             replay=self._replay if self._again is None else None,

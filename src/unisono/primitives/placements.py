@@ -85,7 +85,7 @@ class Shard(Placement):
     needs_every_part = True
 
     def part(self, tensor: torch.Tensor, index: int) -> torch.Tensor:
-        """Return replica `index`'s rows: all of it, a view, or of a sparse tensor a copy."""
+        """Return replica `index`'s rows, as a view (a sparse tensor's as a copy); the only one has all of it."""
         if len(self.sizes) == 1:
             return tensor
         narrow = tensor.narrow_copy if tensor.is_sparse else tensor.narrow

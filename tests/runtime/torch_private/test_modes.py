@@ -53,6 +53,24 @@ def test_the_innermost_default_device() -> None:
         assert not modes.is_default_device(mode)
 
 
+def test_operations_are_watched() -> None:
+    """N18: each with its tensors, also those in lists, and its device; outside of the block none is."""
+    seen: list[Any] = []
+
+    def watch(operation: Any, operands: list[torch.Tensor], device: Any, call: Any) -> Any:
+        seen.append((operation.overloadpacket, [*map(id, operands)], device))
+        return call()
+
+    x = torch.ones(2)
+    with modes.WatchedOperations(watch):
+        joined = torch.cat([x, x])
+        torch.zeros(1, device="cpu")
+    assert torch.equal(joined, torch.ones(4))
+    aten = torch.ops.aten
+    assert seen == [(aten.cat, [id(x)] * 2, None), (aten.zeros, [], torch.device("cpu"))]
+    assert not modes.num_dispatch_modes()
+
+
 def test_function_modes_are_those_of_before_after_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
     """F3: torch takes a mode off its stack while one of its functions runs, by a generator that puts it back.
 

@@ -136,26 +136,27 @@ def without_modes(function: Callable[P, T]) -> Callable[P, T]:
     return run
 
 
-# ---- transforms of torch.func, and forward-mode differentiation ----------------------------------
-
-
-def watching_operations(watch: Callable[[Any, list[torch.Tensor], Any, Callable[[], Any]], Any]) -> Any:
-    """Return the context in which each operation of the calling thread is called by `watch`.
+class WatchedOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """The context in which each operation of the calling thread is called by `watch`.
 
     Args:
         watch: called with the operation, the tensors that it is given, its argument `device` (None: it has none), and
             what calls it.
     """
 
-    class Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            kwargs = kwargs or {}
-            every = [*args, *kwargs.values()]
-            flat = [each for value in every for each in (value if isinstance(value, list | tuple) else [value])]
-            operands = [each for each in flat if isinstance(each, torch.Tensor)]
-            return watch(func, operands, kwargs.get("device"), lambda: func(*args, **kwargs))
+    def __init__(self, watch: Callable[[Any, list[torch.Tensor], Any, Callable[[], Any]], Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._watch = watch
 
-    return Watching()  # type: ignore[no-untyped-call]
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = [*args, *kwargs.values()]
+        values = [each for value in given for each in (value if isinstance(value, list | tuple) else [value])]
+        operands = [each for each in values if isinstance(each, torch.Tensor)]
+        return self._watch(func, operands, kwargs.get("device"), lambda: func(*args, **kwargs))
+
+
+# ---- transforms of torch.func, and forward-mode differentiation ----------------------------------
 
 
 def has_transforms() -> bool:
