@@ -202,10 +202,31 @@ def on_streams_in_turn(training: Training) -> None:
     training.steps()
     streams = [torch.Stream(device=training.model.devices[0]) for _ in range(3)]
     weight, inputs = training.module.last.weight, [training.inputs() for _ in range(9)]
+    torch.accelerator.synchronize()
     for number, x in enumerate(inputs):
-        torch.accelerator.synchronize()
         with streams[number % 3]:  # nothing orders these but what each of them waits for itself
             training.seen += torch.autograd.grad(training.model(x)["output"].square().sum(), [weight])
+    torch.accelerator.synchronize()
+
+
+def more_backwards_than_have_graphs(training: Training) -> None:
+    """On streams in turn; those without a graph read the memory of the graphs on a stream of their own."""
+    training.steps()
+    streams = [torch.Stream(device=training.model.devices[0]) for _ in range(3)]
+    weight, inputs = training.module.last.weight, [training.inputs() for _ in range(15)]
+    of_outputs: list[Callable[[Tensor, Tensor], Tensor]] = [
+        lambda output, size: output.sum(),
+        lambda output, size: size.sum() + output.sum(),
+        lambda output, size: output.square().sum(),
+        lambda output, size: size.square().sum() + output.square().sum(),
+        lambda output, size: size.sum() + output.square().sum(),
+    ]
+    torch.accelerator.synchronize()
+    for number, x in enumerate(inputs):
+        with streams[number % 3]:
+            found = training.model(x)
+            loss = of_outputs[number % 5](found["output"], found["size"])
+            training.seen += torch.autograd.grad(loss, [weight])
     torch.accelerator.synchronize()
 
 
@@ -235,6 +256,7 @@ def inputs_that_need_gradients(training: Training) -> None:
             under_autocast,
             within_one_autocast,
             on_streams_in_turn,
+            more_backwards_than_have_graphs,
             backward_within_autocast,
             inputs_that_need_gradients,
         ),
