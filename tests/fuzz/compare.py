@@ -9,10 +9,11 @@ import gc
 import logging
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -25,6 +26,7 @@ from helpers.contract import at
 from helpers.garbage import collected
 from unisono.engines import graphed
 from unisono.leftovers import first_steps
+from unisono.runtime import devices
 from unisono.runtime.errors import forget_logged
 from unisono.verification.compare import difference, largest
 
@@ -54,6 +56,7 @@ class Outcome(NamedTuple):
     num_steps: int = 0  # after which it ended: both sides can fail in the same way, or diverge
     raised: bool = False  # whether they failed
     said: bool = False  # whether numbers differ, or the wrapped side failed, with a message that names the cause
+    num_launches: int = 0  # of graphs of kernels
 
 
 def run(program: Program, timeout_s: float, rank: Rank = ONE_PROCESS, agree: Any = None) -> Outcome:
@@ -74,19 +77,18 @@ def run(program: Program, timeout_s: float, rank: Rank = ONE_PROCESS, agree: Any
         gc.collect()
         gc.freeze()  # the collections below look at what this program makes
         before, sides = process_state(), []
-        steps_before = first_steps._FIRST, graphed._NUM_BEFORE
-        if program.graphs:
-            first_steps._FIRST = graphed._NUM_BEFORE = 1
+        launches: list[None] = []
         try:
             sides.append(Side(program, rank, None))
             sides.append(Side(program, rank, wrapped))
-            outcome = _run_steps(program, sides[0], sides[1], agree)
+            with graphs_soon(launches) if program.graphs else contextlib.nullcontext():
+                outcome = _run_steps(program, sides[0], sides[1], agree)
         finally:
-            first_steps._FIRST, graphed._NUM_BEFORE = steps_before
             for side in sides:
                 side.error = None  # whose frames refer to this side
             if "compiled" in program.traits:
                 torch.compiler.reset()
+        outcome = outcome._replace(num_launches=len(launches))
         after = process_state()
         restore_process_state(before)
         if outcome.difference is None and not outcome.said and after != before:
@@ -94,6 +96,22 @@ def run(program: Program, timeout_s: float, rank: Rank = ONE_PROCESS, agree: Any
             text = f"after the program these are not as before: {', '.join(changed)}"
             outcome = outcome._replace(difference=Difference("state of the process", text))
         return outcome
+
+
+@contextlib.contextmanager
+def graphs_soon(launches: list[None]) -> Iterator[None]:
+    """Let steps have graphs from the third one of a kind on; `launches` gets an entry for each that is launched."""
+    launch = devices.Graph.launch
+
+    def counted(graph: devices.Graph) -> None:
+        launches.append(None)
+        launch(graph)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(first_steps, "_FIRST", 1)
+        patch.setattr(graphed, "_NUM_BEFORE", 1)
+        patch.setattr(devices.Graph, "launch", counted)
+        yield
 
 
 def _run_steps(program: Program, plain: Side, wrapped: Side, agree: Any) -> Outcome:
