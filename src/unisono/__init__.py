@@ -13,8 +13,8 @@ from unisono.primitives.sample_lists import SampleList
 from unisono.primitives.scatter_gather import gather, scatter, scatter_kwargs
 from unisono.profiling.profile import Profile
 from unisono.runtime.devices import DeviceLike
-from unisono.runtime.errors import ReplicaTimeout
 from unisono.runtime.malloc import keep_freed_memory
+from unisono.runtime.stuck_threads import ReplicaTimeout
 from unisono.runtime.timeline import ReplicaTiming
 from unisono.scripts.install import install
 from unisono.verification.report import Report

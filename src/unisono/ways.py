@@ -49,10 +49,11 @@ from unisono.primitives.replicate import check_can_be_replicated, live_tensors_o
 from unisono.primitives.split_sizes import split_rows
 from unisono.runtime import devices as _devices
 from unisono.runtime import draws_off, timeline
-from unisono.runtime.errors import ReplicaTimeout, add_note, is_of_replica, log_once, text_of
+from unisono.runtime.errors import add_note, is_of_replica, log_once, text_of
 from unisono.runtime.interrupts import critical, interruptibly
 from unisono.runtime.step_timer import StepTimer
 from unisono.runtime.streams import Copies
+from unisono.runtime.stuck_threads import ReplicaTimeout
 from unisono.runtime.thread_pool import inside_replica, replica_device, replica_path
 from unisono.runtime.thread_state import modes_that_stay
 from unisono.runtime.timeline import ReplicaTiming

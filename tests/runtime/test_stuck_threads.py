@@ -13,8 +13,7 @@ from helpers.garbage import no_garbage
 from helpers.in_time import WAIT_S
 from helpers.programs import until
 from unisono.runtime import stuck_threads
-from unisono.runtime.errors import places_of_threads
-from unisono.runtime.stuck_threads import StuckThreads
+from unisono.runtime.stuck_threads import StuckThreads, places_of_threads
 
 
 @contextmanager

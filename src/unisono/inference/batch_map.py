@@ -46,11 +46,11 @@ from unisono.primitives import pytree
 from unisono.primitives.dims import OutputRules
 from unisono.primitives.inputs import Arguments
 from unisono.runtime import devices as _devices
-from unisono.runtime.errors import ReplicaTimeout, add_note, annotate, note_thread_local, threads_timed_out
+from unisono.runtime.errors import add_note, annotate, note_thread_local
 from unisono.runtime.interrupts import WAKE_S, critical, deliver, interruptibly
 from unisono.runtime.rng import BatchStreams
 from unisono.runtime.streams import current_streams_of, wait_for_makers
-from unisono.runtime.stuck_threads import StuckThreads
+from unisono.runtime.stuck_threads import ReplicaTimeout, StuckThreads, threads_timed_out
 from unisono.runtime.thread_pool import (
     OBJECTS_HAVE_THREADS,
     Outcome,

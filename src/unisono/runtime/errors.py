@@ -1,4 +1,4 @@
-"""Messages of a log that are given once a process, and the one place where context is added to an exception.
+"""What messages, warnings and notes have in common: values as they name them, the user's line, notes of an exception.
 
 unisono raises the types that torch raises in the same place (`ValueError`, `TypeError`, `RuntimeError`), so that
 programs written for `torch.nn.DataParallel` catch what they caught before. An exception from a user's module stays
@@ -8,14 +8,12 @@ An exception's class is the user's, and any method of it may raise, `__getattrib
 are asked past their methods: by `issubclass(type(error), ...)`, and by the descriptors of `BaseException`.
 """
 
-import linecache
 import logging
 import sys
 import threading
-import traceback
 import types
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -56,86 +54,6 @@ class ReplicaNames(list[str]):
     devices: Sequence[torch.device]
 
 
-class ReplicaTimeout(RuntimeError):  # noqa: N818 - named as what happened
-    """A replica has made no progress for the `timeout` of its `DataParallel`, and others waited for it.
-
-        >>> model = unisono.DataParallel(torch.nn.Linear(5, 2), ["cpu", "cpu"], timeout=60)
-        >>> try:
-        ...     output = model(torch.zeros(30, 5))
-        ... except unisono.ReplicaTimeout as stuck:
-        ...     print("stuck", stuck.replica, stuck.stack)
-
-    Parameters, gradients, optimizer, buffers and the random state are as they were before the step. A thread cannot be
-    ended: the stuck replica's is left alone, and ends with its task.
-
-    Attributes:
-        replica (int): its number, from 0: the place of its device in `device_ids`.
-        device (torch.device | None): its device.
-        timeout (float): the seconds that were waited.
-        stack (str): where it was stuck: its Python stack, as traceback writes it; "" if it could not be read.
-    """
-
-    def __init__(
-        self,
-        message: str,
-        *,
-        replica: int = -1,
-        device: torch.device | None = None,
-        timeout: float = 0.0,
-        stack: str = "",
-    ) -> None:
-        super().__init__(message)
-        self.replica, self.device, self.timeout, self.stack = replica, device, timeout, stack
-
-
-def threads_timed_out(
-    idents: Mapping[int, int], timeout_s: float, names: ReplicaNames | None, lost: str = "This step is lost"
-) -> ReplicaTimeout:
-    """Return the error for replicas that are stuck in threads of this process.
-
-    Args:
-        idents: the thread of each stuck replica, by index; at least one.
-        names: of all replicas.
-        lost: what is lost, in words.
-    """
-    stacks = {i: stack for i, ident in idents.items() if (stack := _stack_of(ident))}
-    texts = [f"{names[i] if names else f'replica {i}'} is here:\n{stack}" for i, stack in stacks.items()]
-    first = min(idents)
-    return ReplicaTimeout(
-        f"{names[first] if names else f'replica {first}'}: no progress for {timeout_s:g} s "
-        f"(timeout={timeout_s:g}). {lost}; the module is unchanged. The replica's thread cannot be stopped, "
-        "and ends when its task ends. " + "\n".join(texts),
-        replica=names.numbers[first] if names else first,
-        device=names.devices[first] if names else None,
-        timeout=timeout_s,
-        stack=stacks.get(first, ""),
-    )
-
-
-def _stack_of(ident: int) -> str:
-    """Return the Python stack of a thread; "" if there is no such thread."""
-    frame = sys._current_frames().get(ident)
-    return "".join(traceback.format_stack(frame)) if frame is not None else ""
-
-
-def places_of_threads(idents: Mapping[int, int]) -> dict[int, str]:
-    """Return the line of the user's that each thread is running, by index; unisono's or torch's where it has none."""
-    frames = sys._current_frames()
-    try:
-        return {index: _place_of(frames[ident]) for index, ident in idents.items() if ident in frames}
-    finally:
-        frames.clear()  # this one is among them: a cycle, which would hold what the caller waits for
-
-
-def _place_of(inner: types.FrameType) -> str:
-    frame: types.FrameType | None = inner
-    while frame is not None and not (is_users(frame) and _package(frame) != "threading"):
-        frame = frame.f_back
-    code, line = (frame or inner).f_code, (frame or inner).f_lineno
-    text = linecache.getline(code.co_filename, line).strip()
-    return f'File "{code.co_filename}", line {line}, in {code.co_name}: {text}'
-
-
 _logged: set[str] = set()
 _logged_lock = threading.Lock()
 
@@ -164,10 +82,10 @@ def users_line() -> str:
 
 def is_users(frame: types.FrameType) -> bool:
     """Return whether a frame runs code that is neither unisono's nor torch's."""
-    return _package(frame) not in _NOT_THE_USERS
+    return package_of(frame) not in _NOT_THE_USERS
 
 
-def _package(frame: types.FrameType) -> str:
+def package_of(frame: types.FrameType) -> str:
     """Return the top package of the code that a frame runs."""
     return str(frame.f_globals.get("__name__")).partition(".")[0]
 

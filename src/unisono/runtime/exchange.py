@@ -26,10 +26,10 @@ from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from unisono.runtime import timeline
 from unisono.runtime.contexts import contextmanager
-from unisono.runtime.errors import ReplicaNames, log, log_once, places_of_threads, threads_timed_out
+from unisono.runtime.errors import ReplicaNames, log, log_once
 from unisono.runtime.interrupts import WAKE_S, deliver, uninterruptible
 from unisono.runtime.rng import waiting_for_others
-from unisono.runtime.stuck_threads import StuckThreads
+from unisono.runtime.stuck_threads import StuckThreads, places_of_threads, threads_timed_out
 from unisono.runtime.thread_pool import PassContext, ReplicaContext, inside_replica
 
 T = TypeVar("T")

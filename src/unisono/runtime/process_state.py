@@ -37,11 +37,12 @@ from typing import Any, TypeVar
 
 from unisono.runtime import thread_pool
 from unisono.runtime.contexts import contextmanager
-from unisono.runtime.errors import ReplicaTimeout, log_once
+from unisono.runtime.errors import log_once
 from unisono.runtime.exchange import Exchange, Purpose, Request, replica_exchange
 from unisono.runtime.forks import in_forked_child
 from unisono.runtime.interrupts import WAKE_S, acquire, deliver, uninterruptible
 from unisono.runtime.stand_ins import StandIn, while_replicas_run
+from unisono.runtime.stuck_threads import ReplicaTimeout
 from unisono.runtime.torch_private import engine, modes, process_wide
 
 T = TypeVar("T")

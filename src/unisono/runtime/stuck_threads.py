@@ -1,19 +1,23 @@
-"""Threads that others wait for, and that do not move: they may wait for a lock that a waiting thread holds.
+"""Threads that others wait for, and that do not move: the error of `timeout=`, and what the log says without it.
 
-Such a wait has no end, and nothing raises there. So the log says where the threads are, once for one wait. Stuck are
-threads that have run no instruction for a while, and whose innermost frame is of the user's code. Where the system
-tells whether a thread sleeps (Linux), one that computes is not called stuck. One that sleeps need not wait for a lock:
-what is said holds for both.
+They may wait for a lock that a waiting thread holds. Such a wait has no end, and nothing raises there. So the log says
+where the threads are, once for one wait. Stuck are threads that have run no instruction for a while, and whose
+innermost frame is of the user's code. Where the system tells whether a thread sleeps (Linux), one that computes is not
+called stuck. One that sleeps need not wait for a lock: what is said holds for both.
 """
 
+import linecache
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
-from unisono.runtime.errors import is_users, log_once, places_of_threads
+import torch
+
+from unisono.runtime.errors import ReplicaNames, is_users, log_once, package_of
 
 SAID_AFTER_S = 3.0  # without progress
 _LONGER = 4  # times that, where the system does not tell
@@ -22,6 +26,86 @@ _HELD = (
     "an RLock too, is not held by the threads of the other replicas. If one waits for it, this is a deadlock: release "
     "the lock around that call of the model, or give timeout=."
 )
+
+
+class ReplicaTimeout(RuntimeError):  # noqa: N818 - named as what happened
+    """A replica has made no progress for the `timeout` of its `DataParallel`, and others waited for it.
+
+        >>> model = unisono.DataParallel(torch.nn.Linear(5, 2), ["cpu", "cpu"], timeout=60)
+        >>> try:
+        ...     output = model(torch.zeros(30, 5))
+        ... except unisono.ReplicaTimeout as stuck:
+        ...     print("stuck", stuck.replica, stuck.stack)
+
+    Parameters, gradients, optimizer, buffers and the random state are as they were before the step. A thread cannot be
+    ended: the stuck replica's is left alone, and ends with its task.
+
+    Attributes:
+        replica (int): its number, from 0: the place of its device in `device_ids`.
+        device (torch.device | None): its device.
+        timeout (float): the seconds that were waited.
+        stack (str): where it was stuck: its Python stack, as traceback writes it; "" if it could not be read.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        replica: int = -1,
+        device: torch.device | None = None,
+        timeout: float = 0.0,
+        stack: str = "",
+    ) -> None:
+        super().__init__(message)
+        self.replica, self.device, self.timeout, self.stack = replica, device, timeout, stack
+
+
+def threads_timed_out(
+    idents: Mapping[int, int], timeout_s: float, names: ReplicaNames | None, lost: str = "This step is lost"
+) -> ReplicaTimeout:
+    """Return the error for replicas that are stuck in threads of this process.
+
+    Args:
+        idents: the thread of each stuck replica, by index; at least one.
+        names: of all replicas.
+        lost: what is lost, in words.
+    """
+    stacks = {i: stack for i, ident in idents.items() if (stack := _stack_of(ident))}
+    texts = [f"{names[i] if names else f'replica {i}'} is here:\n{stack}" for i, stack in stacks.items()]
+    first = min(idents)
+    return ReplicaTimeout(
+        f"{names[first] if names else f'replica {first}'}: no progress for {timeout_s:g} s "
+        f"(timeout={timeout_s:g}). {lost}; the module is unchanged. The replica's thread cannot be stopped, "
+        "and ends when its task ends. " + "\n".join(texts),
+        replica=names.numbers[first] if names else first,
+        device=names.devices[first] if names else None,
+        timeout=timeout_s,
+        stack=stacks.get(first, ""),
+    )
+
+
+def _stack_of(ident: int) -> str:
+    """Return the Python stack of a thread; "" if there is no such thread."""
+    frame = sys._current_frames().get(ident)
+    return "".join(traceback.format_stack(frame)) if frame is not None else ""
+
+
+def places_of_threads(idents: Mapping[int, int]) -> dict[int, str]:
+    """Return the line of the user's that each thread is running, by index; unisono's or torch's where it has none."""
+    frames = sys._current_frames()
+    try:
+        return {index: _place_of(frames[ident]) for index, ident in idents.items() if ident in frames}
+    finally:
+        frames.clear()  # this one is among them: a cycle, which would hold what the caller waits for
+
+
+def _place_of(inner: FrameType) -> str:
+    frame: FrameType | None = inner
+    while frame is not None and not (is_users(frame) and package_of(frame) != "threading"):
+        frame = frame.f_back
+    code, line = (frame or inner).f_code, (frame or inner).f_lineno
+    text = linecache.getline(code.co_filename, line).strip()
+    return f'File "{code.co_filename}", line {line}, in {code.co_name}: {text}'
 
 
 class StuckThreads:

@@ -43,11 +43,11 @@ import torch
 from unisono.runtime import affinity
 from unisono.runtime import devices as _devices
 from unisono.runtime.contexts import contextmanager
-from unisono.runtime.errors import ReplicaNames, ReplicaTimeout, log, threads_timed_out
+from unisono.runtime.errors import ReplicaNames, log
 from unisono.runtime.forks import in_forked_child
 from unisono.runtime.interrupts import WAKE_S, deliver
 from unisono.runtime.stand_ins import while_replicas_run
-from unisono.runtime.stuck_threads import StuckThreads, sleep_state
+from unisono.runtime.stuck_threads import ReplicaTimeout, StuckThreads, sleep_state, threads_timed_out
 from unisono.runtime.thread_state import ThreadState, modes_that_stay
 from unisono.runtime.torch_private import checkpoints, engine, graph_nodes, process_wide
 
