@@ -23,13 +23,13 @@ import torch
 from torch import nn
 
 from unisono.engines.graphed import refuse, why_without_graphs
-from unisono.engines.lanes import Lane, LaneCall
 from unisono.engines.replica import ReplicaPool
 from unisono.engines.step import NOTES, run_step
 from unisono.engines.step_memory import StepMemory, freeze
 from unisono.engines.step_plan import Call, StepPlan, called, carries_objects, check_replicas, keep_plan
 from unisono.inference.batch_map import Callee
 from unisono.inference.lane_choice import choice_for
+from unisono.inference.lanes import Lane, LaneCall, open_lanes
 from unisono.leftovers.attributes import AnyReplicas
 from unisono.leftovers.buffers import buffer_registries, commit_buffers, unchanged_on_failure
 from unisono.leftovers.first_steps import AtEnd, Look, refuse_scripted_batch_norm
@@ -40,12 +40,13 @@ from unisono.options import Options
 from unisono.primitives import pytree
 from unisono.primitives.blueprint import Blueprint
 from unisono.primitives.change_tracking import HOOKS
+from unisono.primitives.checks import check_can_be_replicated
 from unisono.primitives.dims import OutputRules
 from unisono.primitives.inputs import Arguments, scattered
 from unisono.primitives.measured_shares import MeasuredShares, StepTime
 from unisono.primitives.outputs import LiveTensors
 from unisono.primitives.placements import check_have_data
-from unisono.primitives.replicate import check_can_be_replicated, live_tensors_of
+from unisono.primitives.replicate import live_tensors_of
 from unisono.primitives.split_sizes import split_rows
 from unisono.runtime import devices as _devices
 from unisono.runtime import draws_off, timeline
@@ -428,14 +429,14 @@ def whole_batches(wrapper: Wrapper, method: str | None) -> Callee:
     devices = [here] if here else options.devices or [torch.device("cpu")]
     output_device = options.gather_on if options.devices and not here else devices[0]
 
-    def open_lanes(devices: Sequence[torch.device]) -> list[Lane]:
+    def lanes_on(devices: Sequence[torch.device]) -> list[Lane]:
         if options.accelerators:
             _check_is_not_captured(options.accelerators)
         call = LaneCall(devices, devices[0], output_device, method, in_ranks=gradient_sync is not None)
-        return wrapper._step_memory.open_lanes(wrapper.module, call)
+        return open_lanes(wrapper._step_memory, wrapper.module, call)
 
     return Callee(
-        open_lanes=open_lanes,
+        open_lanes=lanes_on,
         devices=devices,
         output_device=output_device,
         function=getattr(wrapper.module, method or "forward"),

@@ -9,7 +9,7 @@ import pytest
 from unisono.autograd import boundary, gradient_sums
 from unisono.distributed import gradient_sync
 from unisono.distributed.process_group import Communicator
-from unisono.engines.lanes import LaneOutput
+from unisono.inference.lanes import LaneOutput
 from unisono.runtime import devices
 from unisono.runtime.streams import Copies, CopiesToHost
 

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from unisono.autograd import broadcast
-from unisono.engines import step
+from unisono.engines import broadcast, step
 from unisono.runtime.buckets import is_plain
 from unisono.runtime.devices import Event
 from unisono.runtime.streams import Copies

@@ -4,8 +4,7 @@ import functools
 
 import pytest
 
-from unisono.autograd import broadcast
-from unisono.engines import replica
+from unisono.engines import broadcast, replica
 from unisono.runtime.buckets import buckets_of
 
 

@@ -26,7 +26,6 @@ from unisono.autograd.gradient_sums import BucketSums, Contribution, Gradients
 from unisono.autograd.linked import BoundaryTensor, LeafTensors, LinkedParameters, LinkedTensors
 from unisono.distributed.gradient_sync import RankReduction, SyncContext
 from unisono.leftovers.buffers_in_backward import BuffersInBackward
-from unisono.primitives.parallel_apply import values_or_raise
 from unisono.primitives.placements import Replicate, Single, WeightedSum
 from unisono.runtime import devices as _devices
 from unisono.runtime import timeline
@@ -40,6 +39,7 @@ from unisono.runtime.thread_pool import (
     free_in_workers,
     one_pass,
     run_together,
+    values_or_raise,
 )
 from unisono.runtime.thread_state import modes_that_stay
 from unisono.runtime.timeline import ReplicaTiming, StepRecording

@@ -52,8 +52,8 @@ from unisono.distributed.process_group import (
     distributed,
 )
 from unisono.leftovers.written_parameters import fingerprints
+from unisono.primitives.checks import check_can_be_replicated
 from unisono.primitives.inputs import Arguments
-from unisono.primitives.replicate import check_can_be_replicated
 from unisono.runtime.buckets import Bucket, BucketPlan
 from unisono.runtime.contexts import contextmanager
 from unisono.runtime.errors import warn

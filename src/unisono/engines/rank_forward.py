@@ -33,11 +33,10 @@ from unisono.primitives import pytree
 from unisono.primitives.blueprint import Blueprint
 from unisono.primitives.inputs import scattered
 from unisono.primitives.outputs import without_rows
-from unisono.primitives.parallel_apply import values_or_raise
 from unisono.primitives.tensor_attributes import carry_attributes
 from unisono.runtime import devices as _devices
 from unisono.runtime.errors import add_note, log_once
-from unisono.runtime.thread_pool import inside_replica, run_together
+from unisono.runtime.thread_pool import inside_replica, run_together, values_or_raise
 from unisono.runtime.torch_private import process_groups
 from unisono.sync_batch_norm.across_processes import CrossProcessAllGather, InEvalMode
 from unisono.sync_batch_norm.function_mode import run_as_replica

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from unisono.autograd.broadcast import CoalescedBroadcast
 from unisono.autograd.linked import LinkedParameters, link_parameters, own_parameter
+from unisono.engines.broadcast import CoalescedBroadcast
 from unisono.leftovers.attributes import (
     counts,
     has_rows,

@@ -54,7 +54,6 @@ from unisono.leftovers.written_parameters import LookAtParameters
 from unisono.primitives.blueprint import Blueprint
 from unisono.primitives.change_tracking import Change
 from unisono.primitives.outputs import Group, Outputs
-from unisono.primitives.parallel_apply import values_or_raise
 from unisono.primitives.placements import Replicate, Single
 from unisono.runtime import devices as _devices
 from unisono.runtime import draws_off, timeline
@@ -74,6 +73,7 @@ from unisono.runtime.thread_pool import (
     nothing_around,
     one_pass,
     run_together,
+    values_or_raise,
 )
 from unisono.runtime.timeline import ReplicaTiming
 from unisono.runtime.torch_private import checkpoints, graph_nodes

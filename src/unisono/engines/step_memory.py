@@ -5,7 +5,6 @@ of its own.
 """
 
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,11 +12,10 @@ from torch import nn
 
 from unisono.autograd.graph_search import GraphSearch
 from unisono.engines.compile_lock import CompileLock
-from unisono.engines.lanes import Lane, LaneCall, open_lanes
 from unisono.engines.replica import ReplicaPool
 from unisono.leftovers.first_steps import FirstSteps
 from unisono.primitives.blueprint import Blueprint
-from unisono.primitives.replicate import check_can_be_replicated
+from unisono.primitives.checks import check_can_be_replicated
 from unisono.runtime import timeline
 from unisono.runtime.model_warnings import ModelWarnings
 from unisono.runtime.thread_pool import inside_replica
@@ -58,21 +56,6 @@ class StepMemory:
         for parameter in frozen:
             parameter.requires_grad_(True)
         return frozen
-
-    def open_lanes(self, module: nn.Module, call: LaneCall) -> list[Lane]:
-        """Return lanes on the devices of `call`, all with the module as it is now. Gradients are off.
-
-        Forwards work as usual meanwhile, and so do other lanes; either may be slower.
-
-        Raises:
-            RuntimeError: parameters or buffers that are not on `call.source`.
-        """
-        blueprint = self.pool_for(module, call.source).blueprint
-        structure = "lanes", call.method, blueprint.signature
-        if self.first_steps.is_first(structure):
-            self.first_steps.counted(structure).end()
-            call = replace(call, is_first=True)
-        return open_lanes(blueprint, call, self.compile_lock, self.first_steps)
 
     def pool_for(self, module: nn.Module, source: torch.device) -> ReplicaPool:
         """Return the replicas of `module` as it is now: those of the last forward, if nothing has changed.

@@ -38,10 +38,10 @@ from typing import Any, Self, TypeAlias
 import torch
 
 from unisono.distributed.process_group import Communicator
-from unisono.engines.lanes import Lane, LaneOutput, RunBatch
 from unisono.inference.background import Background
 from unisono.inference.batches import hint_for, inputs_of
 from unisono.inference.lane_choice import LaneChoice
+from unisono.inference.lanes import Lane, LaneOutput, RunBatch
 from unisono.primitives import pytree
 from unisono.primitives.dims import OutputRules
 from unisono.primitives.inputs import Arguments

@@ -17,7 +17,7 @@ import gc
 import threading
 import types
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import chain, islice
 from operator import attrgetter, setitem
@@ -35,6 +35,7 @@ from unisono.primitives.change_tracking import (
     TensorSnapshot,
     attribute_dicts,
 )
+from unisono.primitives.checks import check_initialized
 from unisono.primitives.references import (
     MODES,
     is_inert,
@@ -63,7 +64,6 @@ _INDISTINCT = (
     "({devices}) call it. What it stores by module or by device may be of one replica only. Use the hook on "
     "the plain module, model.module, or give each replica its own device."
 )
-_UNINITIALIZED = {nn.UninitializedParameter, nn.UninitializedBuffer}
 _is_tracked, _own_attributes = gc.is_tracked, attrgetter("__dict__")
 _new: Any = object.__new__  # of any class, whatever its own __new__ asks for
 _set_dict: Any = nn.Module.__dict__["__dict__"].__set__  # of any class, whatever its __setattr__ does
@@ -511,27 +511,3 @@ def unlinked_at_deletion(links: list[Link]) -> at_deletion | None:
     if not links:
         return None
     return at_deletion(*[map(set_, [owner], [name], [value]) for set_, owner, name, value in links])
-
-
-def check_initialized(root: nn.Module, tensors: Iterable[torch.Tensor | None]) -> None:
-    """Check that all of `tensors`, parameters and buffers of `root`, have a shape; a lazy module's have none at first.
-
-    Raises:
-        ValueError: one has none; names the layer and the remedy (the type and the first words are torch's).
-    """
-    if _UNINITIALIZED.isdisjoint(map(type, tensors)):
-        return
-    uninitialized = (
-        (path, module, name)
-        for path, module in root.named_modules()
-        for name, tensor in (*module._parameters.items(), *module._buffers.items())
-        if type(tensor) in _UNINITIALIZED
-    )
-    path, module, name = next(uninitialized, ("", root, "parameters"))  # none if an attribute's module has it
-    where = f"layer {path!r} ({type(module).__name__})" if path else type(module).__name__
-    raise ValueError(
-        f"Attempted to use an uninitialized parameter: {where} does not know the shape of its {name!r} yet; "
-        "its first input decides it. Before you wrap the module and make the optimizer, call the plain "
-        "module once: `with torch.no_grad(): model(inputs[:1])`. In a wrapper the plain module is "
-        "`model.module`."
-    )

@@ -9,10 +9,10 @@ from unisono.primitives import pytree
 from unisono.primitives.checks import check_kwargs
 from unisono.runtime import devices as _devices
 from unisono.runtime.devices import DeviceIds
-from unisono.runtime.errors import annotate, shown
+from unisono.runtime.errors import shown
 from unisono.runtime.interrupts import critical, interruptibly
 from unisono.runtime.rng import own_streams
-from unisono.runtime.thread_pool import OBJECTS_HAVE_THREADS, Outcome, free_in_workers, run_together
+from unisono.runtime.thread_pool import OBJECTS_HAVE_THREADS, free_in_workers, run_together, values_or_raise
 from unisono.runtime.thread_state import modes_that_stay
 from unisono.runtime.tracebacks import without_own_frames
 
@@ -81,17 +81,6 @@ def parallel_apply(
         finally:
             if OBJECTS_HAVE_THREADS:
                 free_in_workers()
-
-
-def values_or_raise(outcomes: Sequence[Outcome[Any]], where: Sequence[str]) -> list[Any]:
-    """Return the outcomes' values; or raise the first error among them, annotated with where each came from."""
-    errors = [(place, o.error) for place, o in zip(where, outcomes, strict=True) if o.error is not None]
-    try:
-        if errors:
-            raise annotate(errors)
-        return [outcome.value for outcome in outcomes]
-    finally:
-        del errors, outcomes  # the traceback refers to this frame: nothing in it may refer to the exception
 
 
 def _device_of(args: Sequence[Any], kwargs: dict[str, Any]) -> torch.device:

@@ -1,24 +1,18 @@
 """replicate: copies of a module on several devices, linked to it for autograd."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from unisono.primitives.blueprint import Blueprint, check_initialized, collector_paused, warn_of_observers
+from unisono.primitives.blueprint import Blueprint, collector_paused, warn_of_observers
 from unisono.primitives.checks import check_module
 from unisono.runtime import devices as _devices
 from unisono.runtime.devices import DeviceIds
 from unisono.runtime.model_warnings import of_process
-from unisono.runtime.torch_private import process_groups
 
 M = TypeVar("M", bound=nn.Module)
-
-_NOT_WHOLE = (
-    "DataParallel needs whole parameters in each process, as plain tensors, but {what}. The library that "
-    "shards parameters also sums their gradients: use it alone, without DataParallel."
-)
 
 
 def replicate(network: M, devices: DeviceIds, detach: bool = False) -> list[M]:
@@ -79,46 +73,3 @@ def live_tensors_of(replicas: Sequence[Any], live: nn.Module) -> list[dict[int, 
         for each in replicas
     ]
     return [{id(of[name]): tensor for name, tensor in named if name in of} for of in own]
-
-
-def check_can_be_replicated(root: nn.Module, tensors: Iterable[torch.Tensor], device: torch.device) -> None:
-    """Check that those of `tensors` that are parameters or buffers of `root` are on `device`, and initialized.
-
-    Raises:
-        RuntimeError: one is not; names it, both devices and the remedy (the type is torch's).
-        ValueError: one is not initialized.
-        TypeError: one is sharded over processes.
-    """
-    tensors = list(tensors)
-    check_initialized(root, tensors)
-    _check_whole(root, tensors)
-    for tensor in tensors:
-        if tensor.device != device and not _devices.same_device(tensor.device, device):
-            named = (*root.named_parameters(), *(() if tensor.is_meta else root.named_buffers()))
-            name = next((name for name, other in named if other is tensor), None)
-            if name is None:
-                continue  # only an attribute refers to it: each replica gets a copy; or it is a buffer without data
-            where = f"module must have its parameters and buffers on device {device} (device_ids[0]), but {name} is on"
-            if tensor.is_meta:
-                raise RuntimeError(
-                    f"{where} the meta device, which stores no data. First allocate the module, "
-                    f"model.to_empty(device={str(device)!r}), and load or initialise its parameters. A module that "
-                    "is only a template for torch.func.functional_call belongs in a list: self.base = [base]."
-                )
-            raise RuntimeError(
-                f"{where} {tensor.device}. First move the whole module there, model.to({str(device)!r}), or "
-                "wrap only the part that runs on several devices."
-            )
-
-
-def _check_whole(root: nn.Module, tensors: Sequence[torch.Tensor]) -> None:
-    """Raise TypeError if some parameters of `root` are sharded: no process has them as a whole then."""
-    kinds = process_groups.sharded_tensor_types()
-    sharded = next((path for path, module in root.named_modules() if process_groups.is_sharded(module)), None)
-    if sharded is not None:
-        raise TypeError(_NOT_WHOLE.format(what=f"FSDP manages {f'layer {sharded!r}' if sharded else 'the module'}"))
-    part = next((tensor for tensor in tensors if isinstance(tensor, kinds)), None)
-    if part is not None:
-        named = (*root.named_parameters(), *root.named_buffers())
-        name = next((name for name, tensor in named if tensor is part), "a tensor of it")
-        raise TypeError(_NOT_WHOLE.format(what=f"{name} is a {type(part).__name__}"))

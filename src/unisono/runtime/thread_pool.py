@@ -43,7 +43,7 @@ import torch
 from unisono.runtime import affinity
 from unisono.runtime import devices as _devices
 from unisono.runtime.contexts import contextmanager
-from unisono.runtime.errors import ReplicaNames, log
+from unisono.runtime.errors import ReplicaNames, annotate, log
 from unisono.runtime.forks import in_forked_child
 from unisono.runtime.interrupts import WAKE_S, deliver
 from unisono.runtime.stand_ins import while_replicas_run
@@ -275,6 +275,17 @@ def _run_in_threads(
             pool.abandon([*compress(workers, map(not_, have_ended))])
         thread_counts.end(threads_before, threads_each)
         ended.clear()  # a traceback refers to this frame: nothing in it may refer to an exception
+
+
+def values_or_raise(outcomes: Sequence[Outcome[Any]], where: Sequence[str]) -> list[Any]:
+    """Return the outcomes' values; or raise the first error among them, annotated with where each came from."""
+    errors = [(place, o.error) for place, o in zip(where, outcomes, strict=True) if o.error is not None]
+    try:
+        if errors:
+            raise annotate(errors)
+        return [outcome.value for outcome in outcomes]
+    finally:
+        del errors, outcomes  # the traceback refers to this frame: nothing in it may refer to the exception
 
 
 def free_in_workers() -> None:

@@ -21,8 +21,7 @@ from torch.utils.data import DataLoader
 
 from unisono.data_parallel import ARGUMENTS, DataParallel
 from unisono.options import OF_OTHER_LIBRARIES, WrapperOptions
-from unisono.primitives.blueprint import check_initialized
-from unisono.primitives.checks import check_kwargs, check_module, check_names
+from unisono.primitives.checks import check_initialized, check_kwargs, check_module, check_names
 from unisono.primitives.placements import check_have_data
 from unisono.runtime import devices as _devices
 from unisono.runtime.devices import DeviceIds, DeviceLike

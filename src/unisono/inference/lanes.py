@@ -16,13 +16,15 @@ Guarantees
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
+from torch import nn
 
 from unisono.engines.compile_lock import CompileLock, check_cuda_graphs, kind_of
 from unisono.engines.replica import Replica, ReplicaPool, Replicas
+from unisono.engines.step_memory import StepMemory
 from unisono.engines.step_plan import called
 from unisono.leftovers.first_steps import FirstSteps, Look
 from unisono.leftovers.shared import Search
@@ -98,17 +100,22 @@ class LaneOutput:
 RunBatch: TypeAlias = Callable[[tuple[Any, ...], dict[str, Any], Any], LaneOutput]  # inputs, and a seed or None
 
 
-def open_lanes(
-    blueprint: Blueprint, call: LaneCall, compile_lock: CompileLock, first_steps: FirstSteps
-) -> "list[Lane]":
-    """Return a lane for each device of `call`, with the module as it is now; `blueprint` is the live module's.
+def open_lanes(memory: StepMemory, module: nn.Module, call: LaneCall) -> "list[Lane]":
+    """Return a lane for each device of `call`, with the module as it is now. Gradients are off.
+
+    Forwards work as usual meanwhile, and so do other lanes; either may be slower.
 
     Args:
-        first_steps: of the model.
+        memory: the model's.
 
     Raises:
-        RuntimeError: the module replays CUDA graphs.
+        RuntimeError: parameters or buffers that are not on `call.source`; the module replays CUDA graphs.
     """
+    blueprint, first_steps = memory.pool_for(module, call.source).blueprint, memory.first_steps
+    structure = "lanes", call.method, blueprint.signature
+    if first_steps.is_first(structure):
+        first_steps.counted(structure).end()
+        call = replace(call, is_first=True)
     if blueprint.compiled:
         check_cuda_graphs(blueprint, call.devices, _CUDA_GRAPHS)
     with torch.no_grad(), collector_paused, Copies(call.devices) as copies:
@@ -116,7 +123,7 @@ def open_lanes(
         replicas = pool.stamp_untracked(call.devices, copies)
         for i in range(len(call.devices)):
             copies.wait_copies(i)
-        lock = compile_lock if blueprint.compiled else None
+        lock = memory.compile_lock if blueprint.compiled else None
         turns = LaneTurns()
         return [Lane(i, call, replica, lock, turns, first_steps) for i, replica in enumerate(replicas)]
 
