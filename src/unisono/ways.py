@@ -214,10 +214,10 @@ def _run_replicas(
     if options.accelerators and not inside_replica():
         _check_is_not_captured(options.accelerators)
         _prepare_checkpoint(options.accelerators)
-    in_one_graph = not in_ranks and (verb is not None or modes_that_stay())
-    way: Way = plain_composition if in_one_graph else partial(on_all_devices, in_ranks=in_ranks)
+    in_callers_thread = not in_ranks and (verb is not None or modes_that_stay())
+    way: Way = plain_composition if in_callers_thread else partial(on_all_devices, in_ranks=in_ranks)
     if options.measured is not None and not inside_replica():  # there replicas run one after the other
-        may: dict[str, bool] = {"may_time": not in_one_graph, "may_use_one_device": not in_ranks}
+        may: dict[str, bool] = {"may_time": not in_callers_thread, "may_use_one_device": not in_ranks}
         return _run_measured(wrapper, method, inputs, kwargs, way, **may)
     return way(wrapper, method, inputs, kwargs)
 
@@ -380,8 +380,8 @@ def plan_of(
         rescue=options.rescue,
         timeout_s=options.timeout,
         is_timed=is_timed,
-        graphs=False,
-        in_one_graph=is_rank_of_one and tracked and not has_more,
+        kernel_graphs=False,
+        in_callers_graph=is_rank_of_one and tracked and not has_more,
         has_several=has_several,
         carries_objects=carries_objects(arguments),
         structure=structure,
@@ -392,7 +392,7 @@ def plan_of(
         return plan
     reason = why_without_graphs(pool.blueprint, plan, in_ranks=in_ranks, has_wrappers=has_wrappers)
     refuse(pool.blueprint, reason, for_good=False)
-    return plan if reason or is_timed else replace(plan, graphs=True)
+    return plan if reason or is_timed else replace(plan, kernel_graphs=True)
 
 
 def arguments_of(wrapper: Wrapper, method: str | None, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:

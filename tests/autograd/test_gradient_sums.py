@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from helpers.modules import Calls
 from helpers.small_buckets import use_small_buckets
 from unisono import DataParallel
-from unisono.autograd.bucket_nodes import Collector, is_bucket_node, joined_gradients, own_tensors, token_of
+from unisono.autograd.gradient_nodes import Collector, is_bucket_node, joined_gradients, own_tensors, token_of
 from unisono.autograd.gradient_sums import BucketSums, Gradients, OnReady
 from unisono.runtime.buckets import SHARED_BUCKET_BYTES, BucketPlan
 from unisono.runtime.streams import Copies

@@ -1,1 +1,1 @@
-"""One autograd node between the caller's graph and the replicas' graphs, and gradients summed behind it."""
+"""The nodes between the caller's graph and the replicas' graphs, and the sums of gradients behind them."""

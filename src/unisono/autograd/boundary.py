@@ -1,7 +1,7 @@
-"""The autograd boundary: the caller's graph sees all replicas as one node.
+"""The autograd boundary: what the caller's graph sees of all replicas, in place of their graphs.
 
 caller's graph    live tensors ──► LiveNode ──► token ──► (2) Replicas ──► token ──► (1) Output ──► output ──► loss
-                               (bucket_nodes.py) │                                      ▲
+                               (gradient_nodes.py) │                                      ▲
                                                  ▼                                      │ joined
 replica graphs           (3) BucketNodes ──► tensors of replica i ──► replica i ──► outputs of replica i
 
@@ -12,7 +12,8 @@ replica graphs           (3) BucketNodes ──► tensors of replica i ──�
 (1) notes the gradient of its output. Each output has a node of its own: hooks of one without a gradient are not called.
 (2) splits them as the outputs were joined, and runs the backward of every replica graph, each in a thread of its own.
 (3) The replica graphs end at the buckets. Gradients are joined as the live tensors were split: rows are concatenated;
-    gradients of replicated tensors are summed in replica order, so that runs repeat bit for bit.
+    gradients of replicated tensors are summed in replica order, so that runs repeat bit for bit. (2) puts them into the
+    live tensors' collectors and returns None for the tokens; the LiveNodes, which run next, return them.
 
 (2) is a node of its own because the tokens are on the CPU: torch runs it in the thread that has called backward, and
 not in the one thread that it has for an accelerator. So it can wait for the replicas, and the boundaries of several
@@ -44,8 +45,8 @@ from typing import Any, TypeAlias
 
 import torch
 
-from unisono.autograd.bucket_nodes import order_of_sums
 from unisono.autograd.gradient_sums import Gradients
+from unisono.autograd.order_of_sums import order_of_sums
 from unisono.autograd.replica_graph import Joined, ReplicaGraphs
 from unisono.runtime import devices as _devices
 from unisono.runtime import timeline
@@ -190,11 +191,13 @@ class _Replicas(torch.autograd.Function):
     @critical
     def backward(ctx: Any, _: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         incoming: _Incoming = ctx.incoming.pop(engine.number_of_backward())()
-        step = ctx.graphs.step
+        recording = ctx.graphs.recording
         try:
-            if step is None or not step.is_open:  # none where replicas were run again after the profile has ended
+            if (
+                recording is None or not recording.is_open
+            ):  # none where replicas were run again after the profile has ended
                 return _backward(ctx, incoming)
-            with step.recorded(timeline.BACKWARD, timeline.SCATTER):
+            with recording.recorded(timeline.BACKWARD, timeline.SCATTER):
                 return _backward(ctx, incoming)
         finally:
             incoming.grads = []

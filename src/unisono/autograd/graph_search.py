@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from unisono.autograd.bucket_nodes import Collector, is_bucket_node, lead_to_others
+from unisono.autograd.gradient_nodes import Collector, collectors_with_nodes, is_bucket_node
 from unisono.autograd.replica_graph import CapturedTensors, ReplicaGraphs, Ways
 from unisono.primitives.blueprint import Blueprint
 from unisono.primitives.outputs import Group
-from unisono.runtime.torch_private import graph_nodes
+from unisono.runtime.torch_private import engine, graph_nodes
 
 _GOES_ON = (
     "{place} used a tensor that another forward has stored (in a dict, or in an object that is not a module) without "
@@ -61,29 +61,29 @@ class GraphSearch:
         may_differ: bool,
         numbers_of_linked: tuple[int, ...],
         in_parts: bool,
-        in_one_graph: bool,
+        in_callers_graph: bool,
     ) -> CapturedTensors:
         """Return the leaves in the graphs behind `groups` that belong neither to the module nor to a replica.
 
         The next forward of a structure `may_differ` where the inputs carry objects. In replicas `in_parts` outputs are
         joined of parts.
-        `numbers_of_linked` are those of `Shards`. `in_one_graph` with the caller's, graphs may go on into those of
+        `numbers_of_linked` are those of `Shards`. `in_callers_graph` with the caller's, graphs may go on into those of
         earlier forwards, and outputs may lead to others: that is torch's matter.
         """
         ends = [tensor for group in groups for tensor in group.tensors if tensor is not None]
         flags = (*map(_requires_grad, ends),)
-        kind = len(groups), in_parts, numbers_of_linked, flags, recorded, in_one_graph, structure
+        kind = len(groups), in_parts, numbers_of_linked, flags, recorded, in_callers_graph, structure
         found = None if may_differ else self._self_contained.get(kind)
-        if found is not None and (in_one_graph or not lead_to_others(ends, collectors)):
+        if found is not None and (in_callers_graph or not lead_to_others(ends, collectors)):
             return found
-        captured = search_graphs(blueprint, groups, names, collectors, in_one_graph=in_one_graph)
+        captured = search_graphs(blueprint, groups, names, collectors, in_callers_graph=in_callers_graph)
         has_reentrant_checkpoint = recorded.has_reentrant_checkpoint or captured.has_reentrant_checkpoint
         captured = captured._replace(
             has_reentrant_checkpoint=has_reentrant_checkpoint,
             has_checkpoint=has_reentrant_checkpoint or recorded.has_hooks,
-            ways=Ways() if in_one_graph else ways_between(groups, in_parts=in_parts),
+            ways=Ways() if in_callers_graph else ways_between(groups, in_parts=in_parts),
         )
-        if in_one_graph or not (captured.tensors or may_differ):
+        if in_callers_graph or not (captured.tensors or may_differ):
             if len(self._self_contained) >= _MOST_STRUCTURES:
                 self.clear()
             self._self_contained[kind] = captured
@@ -104,13 +104,13 @@ def search_graphs(
     names: Sequence[str],
     collectors: Sequence[Collector],
     *,
-    in_one_graph: bool,
+    in_callers_graph: bool,
 ) -> CapturedTensors:
     """Return what replicas' graphs lead to; check that none leads to a tensor of the live module.
 
     Args:
         collectors: those of the forward.
-        in_one_graph: as in `GraphSearch.captured_tensors`.
+        in_callers_graph: as in `GraphSearch.captured_tensors`.
 
     Raises:
         RuntimeError: one does, and its gradient would be wrong. Names the tensor, and the cause. Or a graph goes on
@@ -142,8 +142,8 @@ def search_graphs(
                 if reached.requires_grad:
                     captured[id(reached)] = reached
                 continue
-            # In one graph, that of an earlier forward goes on; what leads to live parameters is not summed over ranks.
-            if reached in histories and (not in_one_graph or _leads_to_parameters(histories[reached], blueprint)):
+            # In the caller's graph that of an earlier forward goes on; ranks do not sum what leads to live parameters.
+            if reached in histories and (not in_callers_graph or _leads_to_parameters(histories[reached], blueprint)):
                 raise RuntimeError(
                     f"{place} used {blueprint.name_of(histories[reached])}, a tensor that was computed "
                     "outside forward and requires grad. Pass it to the model as an input, compute it in "
@@ -151,7 +151,7 @@ def search_graphs(
                 )
             if is_bucket_node(reached):
                 are_linked |= reached.replica != index
-                if reached.collector not in collectors and not in_one_graph:
+                if reached.collector not in collectors and not in_callers_graph:
                     raise RuntimeError(_GOES_ON.format(place=place))
             elif not hasattr(reached, "variable"):
                 share_nodes |= reached_by.setdefault(reached, index) != index
@@ -231,3 +231,46 @@ def leaves_and_nodes(outputs: Sequence[torch.Tensor]) -> Iterator[Any]:
             if following is not None and following not in seen:
                 seen.add(following)
                 pending.append(following)
+
+
+def lead_to_others(ends: Sequence[torch.Tensor], collectors: Sequence[Collector]) -> bool:
+    """Return whether graphs lead to the bucket nodes of other forwards than the one that has `collectors`.
+
+    True, too, if they do so through the caller's graph, behind the forward's inputs. No node is seen from Python:
+    torch's engine looks, and only where other forwards' bucket nodes may exist. Not looked for are those of a forward
+    that still runs, around this one or in another thread.
+
+    Args:
+        ends: the tensors where the graphs end.
+    """
+    alive = [collector for ref in collectors_with_nodes.valuerefs() if (collector := ref()) is not None]
+    marks = [each.mark for each in alive if each.inside is None and each not in collectors]
+    if not marks:
+        return False
+    roots = [end for end in ends if end.requires_grad]
+    try:
+        if roots:
+            engine.gradients([_look(*roots)], marks, [_ONE], keep=True)
+    except _LeadingError:
+        return True
+    return False
+
+
+class _LeadingError(Exception):
+    pass
+
+
+class _Look(torch.autograd.Function):
+    """A node whose backward ends at once: torch calls it only where a graph behind it leads to what is looked for."""
+
+    @staticmethod
+    def forward(ctx: Any, *_: torch.Tensor) -> torch.Tensor:
+        return torch.zeros((), dtype=torch.float32, device="cpu")
+
+    @staticmethod
+    def backward(ctx: Any, _: torch.Tensor) -> tuple[None, ...]:
+        raise _LeadingError
+
+
+_look: Any = super(torch.autograd.Function, _Look).apply  # as in boundary.py
+_ONE = torch.ones((), dtype=torch.float32, device="cpu")

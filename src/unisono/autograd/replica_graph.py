@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, Protocol, Self, TypeAlias, TypeVar
 
 import torch
 
-from unisono.autograd.bucket_nodes import Collector, Receivers
+from unisono.autograd.gradient_nodes import Collector, Receivers
 from unisono.autograd.gradient_sums import BucketSums, Contribution, Gradients
 from unisono.autograd.linked import BoundaryTensor, LeafTensors, LinkedParameters, LinkedTensors
 from unisono.distributed.gradient_sync import RankReduction, SyncContext
@@ -171,7 +171,7 @@ class ReplicaGraphs:
     # What these graphs count for when several processes sum the parameters' gradients; None: they do not.
     sync_context: SyncContext | None
     replay: "Repeater | None"  # runs a backward of these graphs, again after a failure; None: a failure is final
-    step: StepRecording | None  # the one that these graphs are part of, if it is recorded
+    recording: StepRecording | None  # the one that these graphs are part of, if it is recorded
     without_ways: str  # why outputs have no gradients by others to which they lead; "": they have
     buffers: BuffersInBackward | None  # for activation checkpoints; None: there are none
     levels: Sequence[int]  # of each output, as in `Ways`

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple, Self, TypeAlias
 
 import torch
 
-from unisono.autograd.bucket_nodes import with_bucket_node
+from unisono.autograd.gradient_nodes import with_bucket_node
 from unisono.autograd.gradient_sums import Gradients
 from unisono.autograd.linked import own_parameter
 from unisono.autograd.replica_graph import CapturedTensors, Ways
@@ -150,7 +150,7 @@ def refuse(blueprint: Blueprint, reason: str, *, for_good: bool = True) -> None:
     """
     if reason:
         if for_good:
-            blueprint.without_graphs = reason
+            blueprint.why_not_captured = reason
         log_once(_RUNS_WITHOUT.format(name=type(blueprint.root).__name__, reason=reason))
 
 
@@ -176,7 +176,7 @@ class Graphs:
             replicas: those that have these graphs.
             shards: (positional, keyword) inputs of each replica.
         """
-        if self._blueprint.without_graphs:
+        if self._blueprint.why_not_captured:
             self._by_kind.clear()
             return None
         # `verify` compares, with other numbers; or there are hooks for all modules.
@@ -272,7 +272,7 @@ class GraphedReplica:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run forward."""
-        if self._graph is None and not self._blueprint.without_graphs:
+        if self._graph is None and not self._blueprint.why_not_captured:
             self._capture(args, kwargs)
         if self._graph is None:
             return called(self._modules[0], self._method)(*args, **kwargs)
@@ -409,7 +409,7 @@ class GraphedReplica:
             return self._backward_without_graph(given, take)
         kind = autocast_types(), *[(k, grad.stride()) for k, grad in given.items()]
         backward = self._backwards.get(kind)
-        if backward is None and not self._blueprint.without_graphs and len(self._backwards) < _MOST_BACKWARDS:
+        if backward is None and not self._blueprint.why_not_captured and len(self._backwards) < _MOST_BACKWARDS:
             backward = self._capture_backward(given)
             if backward is not None:
                 self._backwards[kind] = backward

@@ -178,7 +178,7 @@ class Ranks:
         return output
 
     def _run_noting_writes(self, module: nn.Module, call: Call) -> Any:
-        run = partial(self._run_in_callers_graph, module, call)
+        run = partial(self._run_module, module, call)
         return self._noting_writes(module, run, with_values=False)
 
     @staticmethod
@@ -198,7 +198,7 @@ class Ranks:
         own = {name: by_live[id(parameter)] for name, parameter in places if id(parameter) in by_live}
         return lambda *args, **kwargs: functional_call(function, own, args, kwargs, tie_weights=False)
 
-    def _run_in_callers_graph(self, module: nn.Module, call: Call) -> Any:
+    def _run_module(self, module: nn.Module, call: Call) -> Any:
         plan = call.plan
         if plan.sync_batch_norm and module.training:
             raise RuntimeError(_NO_BATCH_NORM_IN_MODE)

@@ -140,9 +140,9 @@ class Replicas:
         attributes: of the first replica's modules, as they were made.
         rows: how many rows the replicas, or their parts, have in this forward.
         run_whole: whether each replica runs once, with its part of one batch.
-        in_one_graph: whether the graph of the one replica is a part of the caller's (`StepPlan.in_one_graph`).
+        in_callers_graph: whether the graph of the one replica is a part of the caller's (`StepPlan.in_callers_graph`).
         writes: what looks at hooks that keep what they see in backward; None: nothing does.
-        graphs: the `Graphs` of their kernels (graphed.py); None: there are none.
+        kernel_graphs: the `Graphs` of their kernels (graphed.py); None: there are none.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class Replicas:
         self.live_of = [replica.live_of for replica in each]
         self.is_remote = any([replica.is_remote for replica in each])
         self._kept: KeptReplicas | None = kept
-        self.graphs: Any = None
+        self.kernel_graphs: Any = None
         self._devices = kept.devices
         self._in_backward: BuffersInBackward | None = None
         self._returns_to = returns_to
@@ -185,7 +185,7 @@ class Replicas:
         self.attributes = DictSnapshot([module.__dict__ for module in each[0].modules])
         self._modules = [module for replica in each for module in replica.modules]
         self.rows: Sequence[int] = ()
-        self.run_whole = self.in_one_graph = False
+        self.run_whole = self.in_callers_graph = False
         self._dicts = DictSnapshot(attribute_dicts(self._modules))
         if self.is_remote:
             self._take_assigned(0)
@@ -247,7 +247,7 @@ class Replicas:
         changes = self.attributes.changes()
         num_changes, changes = len(changes), [change for change in changes if change[:2] not in blueprint.lost]
         modules = [replica.modules for replica in self.each]
-        if self.in_one_graph and self.run_whole:
+        if self.in_callers_graph and self.run_whole:
             own = self.live_of[0] | dict(zip(map(id, modules[0]), blueprint.modules, strict=True))
             kept, lost = kept_of_only(changes, before, modules[0], own)
             if not keep_hooks(self._dicts, self._modules, blueprint.modules):
@@ -278,7 +278,7 @@ class Replicas:
     def commit_attributes(self, changes: Sequence[Change]) -> None:
         """Give the live module what all replicas have set alike; each replica keeps its own value."""
         for number, key, value in changes:
-            self._blueprint.assign(number, key, value if self.in_one_graph else _on(value, self._source))
+            self._blueprint.assign(number, key, value if self.in_callers_graph else _on(value, self._source))
             for index, replica in enumerate(self.each):
                 self._put(index, number, key, replica.modules[number].__dict__.get(key, GONE))
         self._num_assigned = self._blueprint.num_assigned

@@ -12,7 +12,7 @@
 
 Each is a method of `Step`, or a part of one, in this order. What does not differ between steps of one kind is in the
 `StepPlan`. Inputs that need a gradient, and parameters, are outputs of bucket nodes in the replicas
-(autograd/bucket_nodes.py). If the structure is new, (6) looks for live tensors in the replica graphs.
+(autograd/gradient_nodes.py). If the structure is new, (6) looks for live tensors in the replica graphs.
 
 Buffers: the first replica has the live ones, so its updates persist; the others have copies. Those that forward has
 reassigned in the first replica are put into the live module at the end. If anything fails, the live buffers get their
@@ -27,16 +27,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from unisono.autograd.boundary import join
+from unisono.autograd.callers_graph import CallersGraph
 from unisono.autograd.graph_search import Recorded, ways_between
 from unisono.autograd.linked import BoundaryTensor, LeafTensors, LinkedParameters, LinkedTensors
-from unisono.autograd.one_graph import OneGraph
 from unisono.autograd.replica_graph import CapturedTensors, Passes, ReplicaGraphs, pass_on
 from unisono.engines.compile_lock import compiler_prepared, kind_of
 from unisono.engines.graphed import CREATES_GRAPH, GraphedReplica, Graphs, refuse, why_not
@@ -155,11 +155,11 @@ def _run_once(
     memory: StepMemory,
     pool: ReplicaPool,
     call: Call,
-    again: Replay | None,
+    replay: Replay | None,
     frozen: Sequence[torch.Tensor],
 ) -> Any:
     with call.plan.no_copies or Copies(call.plan.devices) as copies:
-        step = Step(memory, pool, call, copies, again, frozen)
+        step = Step(memory, pool, call, copies, replay, frozen)
         if not inside_replica():
             memory.timings = step.timings
         try:
@@ -167,12 +167,21 @@ def _run_once(
         finally:
             if OBJECTS_HAVE_THREADS:
                 free_in_workers()
-        if again is None and torch.is_grad_enabled():
+        if replay is None and torch.is_grad_enabled():
             memory.frozen = []
-            if step.linked.collector.frozen:
-                memory.frozen = step.linked.frozen()
+            if step.parameters.collector.frozen:
+                memory.frozen = step.parameters.frozen()
                 freeze(memory.frozen)
         return output
+
+
+class _LeftBehind(NamedTuple):
+    """What a forward has left behind in its replicas."""
+
+    assigns: bool  # whether it has assigned attributes
+    alike: Sequence[Change]  # those that all replicas have assigned alike
+    buffers: Sequence[Change]  # those of the first replica that it has reassigned
+    outputs: Sequence[Any] | None  # of the replicas, where later steps may be captured (graphed.py)
 
 
 class Step:
@@ -182,12 +191,12 @@ class Step:
         memory: the model's.
         pool: has the replicas.
         call, copies: what is called, and what copies to other devices.
-        again: takes the graphs where a forward is run again; None: it is not.
+        replay: takes the graphs where a forward is run again; None: it is not.
         frozen: live parameters of which the replicas' begin frozen.
 
     Attributes:
         timings: one a replica.
-        linked: the parameters.
+        parameters: the live ones that need a gradient, with the replicas'.
     """
 
     def __init__(
@@ -196,15 +205,15 @@ class Step:
         pool: ReplicaPool,
         call: Call,
         copies: Copies,
-        again: Replay | None,
+        replay: Replay | None,
         frozen: Sequence[torch.Tensor],
     ) -> None:
         self._memory, self._pool, self._call, self._plan, self._copies = memory, pool, call, call.plan, copies
-        self._again, self._frozen, self._tracked = again, frozen, torch.is_grad_enabled()
-        self._is_early = call.plan.is_early and again is None
+        self._replay, self._is_run_again = replay, replay is not None  # what runs this forward again, in backward
+        self._frozen, self._tracked = frozen, torch.is_grad_enabled()
+        self._is_early = call.plan.is_early and replay is None
         self._is_first = self._is_early and memory.first_steps.is_first(call.plan.counts_as)
-        self._replay = again  # what runs this forward again, in backward
-        self._step = timeline.current_step() if timeline.recording else None
+        self._recording = timeline.current_step() if timeline.recording else None
         self._buffers_in_backward: BuffersInBackward | None = None
         self._writes: SharedWrites | None = None
         self._recorded: Recorded  # by the replicas, in forward
@@ -217,11 +226,14 @@ class Step:
         self._cut()
         try:
             with self._buffers, one_pass(self._passes.contexts) as contexts:
-                output = self._link(self._match(self._run(contexts)))
+                outputs = self._run(contexts)
+                left = self._left_behind(outputs)
+                output, buffers = self._link(self._match(outputs), left)
         except Exception as error:
             self._note(error)
             raise
-        self._commit()
+        if not (self._is_run_again and self._tracked):  # its graphs are all that is wanted
+            self._commit(left, buffers)
         return output
 
     def _cut(self) -> None:
@@ -234,12 +246,12 @@ class Step:
         buckets = call.sync_context.plan(pool.live_parameters) if is_summed else None
         may_write = self._is_first and plan.runs_whole
         self._replicas = pool.take(plan.devices, self._tracked, self._copies, buckets, may_write=may_write)
-        self.linked = self._replicas.linked
+        self.parameters = self._replicas.linked
         if self._frozen:
-            self.linked.freeze(self._frozen)
-        self._linked: list[LinkedTensors | LinkedParameters] = [*self._shards.linked, self.linked]
+            self.parameters.freeze(self._frozen)
+        self._all_linked: list[LinkedTensors | LinkedParameters] = [*self._shards.linked, self.parameters]
         self._buffers = unchanged_on_failure(pool.buffers)
-        if plan.rescue and self._tracked and self._again is None and not inside_replica():
+        if plan.rescue and self._tracked and not self._is_run_again and not inside_replica():
             run = partial(_run_again, self._memory, pool.blueprint.root)
             self._replay = Replay(self._memory.row_limits, call, pool.blueprint, self._buffers, run, self._frozen)
         limits = self._memory.row_limits
@@ -247,20 +259,22 @@ class Step:
             bool(limits) and any(limits.get(n, k) < k for n, k in zip(plan.replica_numbers, plan.sizes, strict=True))
         )
         self._passes = self._passes_of(pool.blueprint)
-        self._graphed = self._graphs_of_step() if plan.graphs and not plan.is_early else None
+        self._graphed = self._kernel_graphs() if plan.kernel_graphs and not plan.is_early else None
 
-    def _graphs_of_step(self) -> Sequence[GraphedReplica] | None:
+    def _kernel_graphs(self) -> Sequence[GraphedReplica] | None:
         """Return what runs in the replicas' place in this step, as graphs of kernels; None: they run themselves."""
         replicas = self._replicas
-        if replicas.graphs is None:
-            replicas.graphs = Graphs(self._pool.blueprint)
-        found: Sequence[GraphedReplica] | None = replicas.graphs.of_step(self._plan, replicas, self._shards.of_replicas)
+        if replicas.kernel_graphs is None:
+            replicas.kernel_graphs = Graphs(self._pool.blueprint)
+        found: Sequence[GraphedReplica] | None = replicas.kernel_graphs.of_step(
+            self._plan, replicas, self._shards.of_replicas
+        )
         return found
 
     def _run(self, contexts: ReplicaContext) -> list[Any]:
         """Run the replicas on their shards (3); return their outputs."""
         looks = self._looks()
-        for group in self._linked:
+        for group in self._all_linked:
             group.begin_forward()
         for look in looks:
             look.begin()
@@ -270,79 +284,85 @@ class Step:
                 outputs = self._run_replicas(contexts)
         finally:
             refusal.remove()
-            for group in self._linked:
+            for group in self._all_linked:
                 self._reached += group.collector.end_forward()
         for look in looks:
             look.end(outputs)
         return outputs
 
-    def _match(self, outputs: Sequence[Any]) -> Outputs:
-        """Match the outputs leaf by leaf (4); see what forward has left behind in the replicas."""
+    def _left_behind(self, outputs: Sequence[Any]) -> "_LeftBehind":
+        """Return what forward has left behind in the replicas."""
         plan, replicas = self._plan, self._replicas
         replicas.writes = self._writes if self._writes is not None and self._writes.looks_at_backward else None
         runs_whole = plan.runs_whole and not self._memory.row_limits
         replicas.run_whole, replicas.rows = runs_whole, plan.sizes if runs_whole else plan.sizes_of_runs
-        replicas.in_one_graph = plan.in_one_graph
-        self._assigns = not replicas.attributes.is_current()
-        self._kept = replicas.assigned(outputs) if replicas.are_new or self._assigns else []
-        is_looked_at = plan.graphs and self._graphed is None and not self._pool.blueprint.without_graphs
-        self._outputs = outputs if is_looked_at else None
+        replicas.in_callers_graph = plan.in_callers_graph
+        assigns = not replicas.attributes.is_current()
+        alike = replicas.assigned(outputs) if replicas.are_new or assigns else []
+        is_looked_at = plan.kernel_graphs and self._graphed is None and not self._pool.blueprint.why_not_captured
+        return _LeftBehind(assigns, alike, replicas.each[0].registries.changes(), outputs if is_looked_at else None)
+
+    def _match(self, outputs: Sequence[Any]) -> Outputs:
+        """Match the outputs leaf by leaf (4)."""
+        plan = self._plan
         if timeline.recording:
             timeline.mark(timeline.GATHER)
         is_summed = self._call.sync_context is not None and self._tracked
-        return Outputs(outputs, plan.rules, plan.sizes, replicas.live_of, is_summed=is_summed)
+        return Outputs(outputs, plan.rules, plan.sizes, self._replicas.live_of, is_summed=is_summed)
 
-    def _link(self, matched: Outputs) -> Any:
-        """Join the outputs (5), linked to the replicas' graphs (6)."""
-        plan, call = self._plan, self._call
+    def _link(self, matched: Outputs, left: "_LeftBehind") -> tuple[Any, Sequence[torch.Tensor]]:
+        """Join the outputs (5), linked to the replicas' graphs (6); return what they make, and the joined buffers."""
+        plan, changes = self._plan, left.buffers
         if self._replay is not None:
             self._replay.forward_has_run()
-        self._changes = changes = self._replicas.each[0].registries.changes()
         of_buffers = _groups_of(changes, len(plan.devices)) if changes and self._tracked else []
         outputs, captured = _boundary_outputs(plan, matched.groups, of_buffers), _NOTHING_CAPTURED
         if self._tracked:
-            # A reentrant checkpoint runs a backward inside the caller's; and around backward, checkpoints are given
-            # what they read of buffers that forward has reassigned.
-            runs_again = self._recorded.has_reentrant_checkpoint or (self._recorded.has_hooks and changes)
-            # A wrapper inside would run as a wrapper of its own where a checkpoint calls it in backward. A profile
-            # records backwards of accelerators by events.
-            is_one_graph = plan.in_one_graph and not (runs_again or self._pool.has_wrappers)
-            is_one_graph = is_one_graph and not self._graphed and (self._step is None or plan.on_host)
-            captured = self._captured_tensors([*matched.groups, *of_buffers], in_one_graph=is_one_graph)
-            if self._graphed:
-                captured = captured._replace(ways=self._replicas.graphs.ways)
-            graphs = None if is_one_graph else self._graphs(captured, outputs)
-            if graphs is not None and self._again is not None:
-                return self._again.take(graphs)
+            in_callers_graph = plan.in_callers_graph and self._can_be_in_callers_graph(changes)
+            captured = self._captured_tensors([*matched.groups, *of_buffers], in_callers_graph=in_callers_graph)
+            graphs = None if in_callers_graph else self._replica_graphs(captured, outputs)
+            if graphs is not None and self._replay is not None and self._is_run_again:
+                self._replay.take(graphs)
+                return None, ()
             if self._reached:
-                pass_on(self._reached, call.sync_context)
-            joined = self._in_one_graph(captured, outputs) if graphs is None else join(graphs)
+                pass_on(self._reached, self._call.sync_context)
+            joined = self._in_callers_graph(captured, outputs) if graphs is None else join(graphs)
         else:
             joined = [each.join(each.tensors) for each in outputs]
-        self._joined_buffers = joined[len(matched.groups) :]
-        if self._outputs is not None:
-            self._look_for_graphs(self._outputs, captured, matched.groups)
-        return matched.put_together(joined, plan.output_device)
+        if left.outputs is not None:
+            self._look_if_captured(left.outputs, left, captured, matched.groups)
+        return matched.put_together(joined, plan.output_device), joined[len(matched.groups) :]
 
-    def _look_for_graphs(self, outputs: Sequence[Any], captured: CapturedTensors, groups: Sequence[Group]) -> None:
-        """Look at a step that has run without graphs: may later ones have them?"""
-        of_step = {"assigns": self._assigns, "has_new_buffers": bool(self._changes)}
-        of_step["has_more"] = bool(self._memory.written or self._reached or self._frozen or self.linked.frozen())
-        if self._replicas.graphs is not None:
-            ways = ways_between(groups, in_parts=False) if self._plan.in_one_graph else captured.ways
-            self._replicas.graphs.ways = ways
+    def _can_be_in_callers_graph(self, changes: Sequence[Change]) -> bool:
+        """Return whether the only replica's graph can be a part of the caller's in this step.
+
+        A reentrant checkpoint runs a backward inside the caller's; and around backward, checkpoints are given what they
+        read of buffers that forward has reassigned, which are the `changes`. A wrapper inside would run as a wrapper of
+        its own where a checkpoint calls it in backward. A profile records backwards of accelerators by events.
+        """
+        runs_again = self._recorded.has_reentrant_checkpoint or (self._recorded.has_hooks and changes)
+        is_recorded_by_events = self._recording is not None and not self._plan.on_host
+        return not (runs_again or self._pool.has_wrappers or self._graphed or is_recorded_by_events)
+
+    def _look_if_captured(
+        self, outputs: Sequence[Any], left: "_LeftBehind", captured: CapturedTensors, groups: Sequence[Group]
+    ) -> None:
+        """Look at a step that has run without graphs of kernels: may later ones have them?"""
+        of_step = {"assigns": left.assigns, "has_new_buffers": bool(left.buffers)}
+        of_step["has_more"] = bool(self._memory.written or self._reached or self._frozen or self.parameters.frozen())
+        if self._replicas.kernel_graphs is not None:
+            ways = ways_between(groups, in_parts=False) if self._plan.in_callers_graph else captured.ways
+            self._replicas.kernel_graphs.ways = ways
         refuse(self._pool.blueprint, why_not(outputs, self._replicas.live_of, captured, **of_step))
 
-    def _commit(self) -> None:
+    def _commit(self, left: "_LeftBehind", buffers: Sequence[torch.Tensor]) -> None:
         """Give the live module what the replicas have for it (7)."""
         replicas, leftovers = self._replicas, self._memory.first_steps.leftovers
-        if self._again is not None and self._tracked:  # its graphs are all that is wanted
-            return
-        replicas.each[0].commit_buffers(self._pool, self._changes, self._joined_buffers, self._plan.devices[0])
-        if self._kept:
-            replicas.commit_attributes(self._kept)
+        replicas.each[0].commit_buffers(self._pool, left.buffers, buffers, self._plan.devices[0])
+        if left.alike:
+            replicas.commit_attributes(left.alike)
         if self._buffers_in_backward is not None:
-            reassigns = bool(self._changes)
+            reassigns = bool(left.buffers)
             self._buffers_in_backward.forward_has_run(reassigns=reassigns, in_parts=self._is_in_parts)
         if not self._tracked:
             replicas.give_back()
@@ -421,7 +441,7 @@ class Step:
             contexts += self._memory.compile_lock.if_new(kinds, plan.timeout_s)
         if blueprint.compiled:
             contexts.append(compiler_prepared)
-        if self._step is not None:
+        if self._recording is not None:
             contexts += timeline.contexts(plan.replica_numbers, self.timings)
         if plan.sync_batch_norm:
             return Passes(contexts, plan.timeout_s, have_exchanges=True, in_one_call=not_running_together)
@@ -450,37 +470,37 @@ class Step:
         finally:
             self._recorded = Recorded((*num_nodes,), begun.hooks is not hooks, begun.reentrant is not reentrant)
 
-    def _captured_tensors(self, groups: Sequence[Group], *, in_one_graph: bool) -> CapturedTensors:
+    def _captured_tensors(self, groups: Sequence[Group], *, in_callers_graph: bool) -> CapturedTensors:
         """Return what the graphs behind the replicas' outputs lead to; refuse or warn of what is wrong there."""
         captured = self._memory.search.captured_tensors(
             self._pool.blueprint,
             groups,
             self._plan.names,
-            [*map(_collector, self._linked)],
+            [*map(_collector, self._all_linked)],
             self._recorded,
             structure=self._plan.structure,
             may_differ=self._plan.carries_objects,
             numbers_of_linked=self._shards.numbers_of_linked,
             in_parts=self._is_in_parts,
-            in_one_graph=in_one_graph,
+            in_callers_graph=in_callers_graph,
         )
         if captured.has_batch_norm and self._synchronises():
             raise RuntimeError(NOT_SYNCHRONISED.format(layer="A batch norm"))
         if captured.has_batch_norm and self._normalises_shards():
             self._memory.first_steps.say_of_functional_batch_norm()
-        return captured
+        return captured._replace(ways=self._replicas.kernel_graphs.ways) if self._graphed else captured
 
-    def _in_one_graph(self, captured: CapturedTensors, outputs: Sequence[BoundaryTensor]) -> list[torch.Tensor]:
+    def _in_callers_graph(self, captured: CapturedTensors, outputs: Sequence[BoundaryTensor]) -> list[torch.Tensor]:
         """Return the outputs of a rank's only replica, whose graph is a part of the caller's."""
         sync_context, replicas = self._call.sync_context, self._replicas
         assert sync_context is not None
         replicas.linked.sum_over_ranks(sync_context)
         buffers = replicas.buffers_in_backward(self._pool.source) if captured.has_checkpoint else None
-        of_replica = self.timings[0], buffers, replicas.end_backward, self._step
-        graph = OneGraph(replicas.linked, sync_context, *of_replica)
+        of_replica = self.timings[0], buffers, replicas.end_backward, self._recording
+        graph = CallersGraph(replicas.linked, sync_context, *of_replica)
         return [graph.output(each.join(each.tensors)) for each in outputs]
 
-    def _graphs(self, captured: CapturedTensors, outputs: list[BoundaryTensor]) -> ReplicaGraphs:
+    def _replica_graphs(self, captured: CapturedTensors, outputs: list[BoundaryTensor]) -> ReplicaGraphs:
         """Return the replica graphs behind the replicas' outputs, with all that their backwards need."""
         plan, call, parameters = self._plan, self._call, self._replicas.linked
         parameters.sum_over_ranks(call.sync_context)
@@ -500,11 +520,11 @@ class Step:
             captured=captured,
             passes=self._passes,
             on_release=self._replicas.end_backward,
-            on_higher_order=partial(refuse, self._pool.blueprint, CREATES_GRAPH) if plan.graphs else None,
+            on_higher_order=partial(refuse, self._pool.blueprint, CREATES_GRAPH) if plan.kernel_graphs else None,
             on_backward=self._replicas.backward_has_run if self._replicas.writes is not None else None,
             sync_context=call.sync_context,
-            replay=self._replay if self._again is None else None,
-            step=self._step,
+            replay=None if self._is_run_again else self._replay,
+            recording=self._recording,
             without_ways=_AS_GRAPHS if self._graphed else _IN_PARTS if self._is_in_parts else "",
             buffers=self._buffers_in_backward,
             levels=captured.ways.levels or [0] * len(outputs),

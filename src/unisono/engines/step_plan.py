@@ -57,8 +57,9 @@ class StepPlan:
     timeout_s: float | None  # for how long a wait for a replica may make no progress; None: for ever
     # Whether a replica on an accelerator waits for its forward's end, so that its time is all of it.
     is_timed: bool
-    graphs: bool  # whether the replicas' kernels may be launched as graphs (graphed.py)
-    in_one_graph: bool  # whether the only replica's graph may be a part of the caller's (autograd/one_graph.py)
+    kernel_graphs: bool  # whether the replicas' kernels may be launched as graphs (graphed.py)
+    # Whether the only replica's graph may be a part of the caller's (autograd/callers_graph.py).
+    in_callers_graph: bool
     has_several: bool  # whether the module, or a part of it, runs several times
     # Whether an input is an object of an unknown class. Every replica gets the same object, in which the next step may
     # find other tensors.

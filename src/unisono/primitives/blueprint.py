@@ -118,7 +118,7 @@ class Blueprint:
         replays_cuda_graphs: whether such a function replays CUDA graphs.
         assigned: what forwards have left on modules alike in all replicas, by number of the module and name: the last
             value, and how many there were before; `num_assigned` in all. `lost`: of what is not alike.
-        without_graphs: why steps are not launched as graphs of kernels (engines/graphed.py); "": no reason is known.
+        why_not_captured: why steps are not launched as graphs of kernels (engines/graphed.py); "": no reason is known.
         plans: of steps, by their kinds, for as long as the structure is this one (engines/step_plan.py).
 
     Raises:
@@ -142,7 +142,7 @@ class Blueprint:
         self.num_assigned = 0
         self.lost: set[tuple[int, str]] = set()
         self.plans: dict[Hashable, Any] = {}
-        self.without_graphs = ""
+        self.why_not_captured = ""
         self._modes_assigned: set[tuple[int, str]] = set()
         self.compiled = self.replays_cuda_graphs = False
         self._to_search: list[tuple[dict[str, Any], str]] = []  # attributes that may refer to live objects later

@@ -14,7 +14,6 @@ torch's own function, without one of ours around it.
 - `tensor_objects`: a tensor's memory, references and changes.
 - `foreach`: many tensors in one call.
 - `dispatcher`: operations that are caught.
-- `generators`: the CPU's default generator.
 - `process_wide`: what torch keeps once a process.
 - `process_groups`: process groups, FSDP and DDP.
 

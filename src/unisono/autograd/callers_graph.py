@@ -29,8 +29,9 @@ from typing import Any
 
 import torch
 
-from unisono.autograd.bucket_nodes import RunningBackward, order_of_sums
+from unisono.autograd.gradient_nodes import RunningBackward
 from unisono.autograd.linked import LinkedParameters
+from unisono.autograd.order_of_sums import order_of_sums
 from unisono.distributed.gradient_sync import SyncContext
 from unisono.leftovers.buffers_in_backward import BuffersInBackward
 from unisono.runtime import timeline
@@ -39,7 +40,7 @@ from unisono.runtime.torch_private import engine
 from unisono.runtime.tracebacks import without_own_frames
 
 
-class OneGraph:
+class CallersGraph:
     """What the output nodes of one forward have in common.
 
     Args:
@@ -48,7 +49,7 @@ class OneGraph:
         timing: of the replica.
         buffers: gives the replica the live buffers, for activation checkpoints; None: it has none.
         on_release: called when a backward has freed the graph; keeps the replica alive.
-        step: the one that this graph is part of, if it is recorded; the replica computes on the host then.
+        recording: of the step that this graph is part of, if it is recorded; the replica computes on the host then.
     """
 
     def __init__(
@@ -58,10 +59,10 @@ class OneGraph:
         timing: ReplicaTiming,
         buffers: BuffersInBackward | None,
         on_release: Callable[[], object],
-        step: StepRecording | None,
+        recording: StepRecording | None,
     ) -> None:
         self._parameters, self._sync_context, self._timing = parameters, sync_context, timing
-        self._buffers, self._on_release, self._step = buffers, on_release, step
+        self._buffers, self._on_release, self._recording = buffers, on_release, recording
         self._lock = threading.Lock()  # outputs on several devices have several threads
 
     def output(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -77,8 +78,8 @@ class OneGraph:
                 return
             began, keeps = time.perf_counter(), engine.backward_keeps_graph()
             recorded = None
-            if self._step is not None and self._step.is_open:
-                recorded = timeline.RecordedBackward(self._step)
+            if self._recording is not None and self._recording.is_open:
+                recorded = timeline.RecordedBackward(self._recording)
 
             def end(_: RunningBackward) -> None:
                 collector.backwards.pop(number, None)
@@ -113,7 +114,7 @@ class _Output(torch.autograd.Function):
     """(1) The node of an output."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, graph: OneGraph) -> torch.Tensor:
+    def forward(ctx: Any, tensor: torch.Tensor, graph: CallersGraph) -> torch.Tensor:
         ctx.graph = graph
         ctx.set_materialize_grads(False)
         return tensor.detach()

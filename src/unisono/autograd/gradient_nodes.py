@@ -1,4 +1,4 @@
-"""Bucket nodes: the autograd nodes behind a replica's parameters, and where the gradients that reach them go.
+"""The autograd nodes behind a replica's parameters, and the way of a gradient from there to the live parameter.
 
 caller's graph          live tensors ──► (1) LiveNode ──► token
 graph of replica i      token ──► (2) BucketNode, one a bucket ──► the replica's own tensors ──► its forward ──► outputs
@@ -12,19 +12,22 @@ graph of replica i      token ──► (2) BucketNode, one a bucket ──► t
     an accelerator parameters have a leaf there, too: who calls backward inside forward waits for its stream, as for
     those of a plain module's parameters.
 
-A `Collector` is behind both nodes. Who runs the backward says where the gradients of a bucket go:
+Both are made with the replicas, and used again in later steps: a steady step links nothing.
+
+A `Collector` is behind both nodes: autograd carries no gradient from (2) to (1), which return None for the token. What
+the collector has got, (1) returns as the gradients of the live tensors. Who runs the backward says where the gradients
+of a bucket go:
 
     the boundary (boundary.py)       to the sum of the backward that runs (gradient_sums.py). It stops at the marks.
     the module, inside forward       they are kept until forward ends; then they are passed on to the live tensors
     the caller, where the replica's  to the other ranks, or to the LiveNode
     graph is a part of its own
-    (one_graph.py)
+    (callers_graph.py)
     the caller, for a tensor that    to the LiveNode, which runs when all of them have come. So the caller's graph sees
     left forward in another way      one gradient for each live tensor, that of the boundary included
 """
 
 import contextlib
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -35,6 +38,7 @@ from typing import Any, NamedTuple, NoReturn, Protocol, TypeAlias
 import torch
 
 from unisono.autograd.gradient_sums import Contribution, Gradients
+from unisono.autograd.order_of_sums import MOST_WAITING, AllReduce, OverRanks, order_of_sums
 from unisono.runtime import devices as _devices
 from unisono.runtime import timeline
 from unisono.runtime.buckets import BucketPlan, added
@@ -42,16 +46,8 @@ from unisono.runtime.interrupts import uninterruptible
 from unisono.runtime.torch_private import engine, graph_nodes, tensor_objects
 from unisono.runtime.tracebacks import without_own_frames
 
-AllReduce: TypeAlias = Callable[[Gradients], Gradients]
 # Called with a bucket's number, a replica's, and the gradients of the bucket's tensors.
 Receiver: TypeAlias = Callable[[int, int, Sequence[torch.Tensor | None]], None]
-
-_SEVERAL_MODELS = (
-    "this backward (torch.autograd.grad, backward(inputs=...) or create_graph=True) reaches several wrapped "
-    "models, and a tensor of one left forward another way (a hook or a list stored it). Under a launcher "
-    "their gradients are summed together. Return the tensor from forward; or call backward for one model at "
-    "a time."
-)
 
 _PICKLED = (
     "a replica's parameters cannot be pickled inside forward, nor its modules: save its state_dict() there, or pickle "
@@ -99,7 +95,7 @@ class InsideForward:
 
 
 class RunningBackward:
-    """A backward of the caller's that has come to the outputs of a forward whose graph is the caller's (one_graph.py).
+    """A backward that has come to the outputs of a forward whose graph is the caller's (callers_graph.py).
 
     torch's engine keeps it, until the backward has ended, or has failed.
 
@@ -183,7 +179,7 @@ class Collector:
     def drop(self) -> None:
         """Forget what backwards that have failed have left. One of another thread may still be on its way here."""
         for left in (self._of_boundaries, self._contributions, self.backwards):
-            for failed in [*left][:-_MOST_WAITING]:  # the oldest ones
+            for failed in [*left][:-MOST_WAITING]:  # the oldest ones
                 left.pop(failed, None)
 
     def joined(self, contributions: Iterable[Contribution]) -> Gradients:
@@ -241,168 +237,11 @@ class Collector:
         return reduce(_added, every) if every else [None] * len(self.live)
 
 
-# Those that have bucket nodes.
-_collectors: "weakref.WeakValueDictionary[int, Collector]" = weakref.WeakValueDictionary()
-
-
-def lead_to_others(ends: Sequence[torch.Tensor], collectors: Sequence[Collector]) -> bool:
-    """Return whether graphs lead to the bucket nodes of other forwards than the one that has `collectors`.
-
-    True, too, if they do so through the caller's graph, behind the forward's inputs. No node is seen from Python:
-    torch's engine looks, and only where other forwards' bucket nodes may exist. Not looked for are those of a forward
-    that still runs, around this one or in another thread.
-
-    Args:
-        ends: the tensors where the graphs end.
-    """
-    alive = [collector for ref in _collectors.valuerefs() if (collector := ref()) is not None]
-    marks = [each.mark for each in alive if each.inside is None and each not in collectors]
-    if not marks:
-        return False
-    roots = [end for end in ends if end.requires_grad]
-    try:
-        if roots:
-            engine.gradients([_look(*roots)], marks, [_ONE], keep=True)
-    except _LeadingError:
-        return True
-    return False
-
-
-class _LeadingError(Exception):
-    pass
-
-
-class _Look(torch.autograd.Function):
-    """A node whose backward ends at once: torch calls it only where a graph behind it leads to what is looked for."""
-
-    @staticmethod
-    def forward(ctx: Any, *_: torch.Tensor) -> torch.Tensor:
-        return torch.zeros((), dtype=torch.float32, device="cpu")
-
-    @staticmethod
-    def backward(ctx: Any, _: torch.Tensor) -> tuple[None, ...]:
-        raise _LeadingError
-
-
-_look: Any = super(torch.autograd.Function, _Look).apply  # as in boundary.py
-_ONE = torch.ones((), dtype=torch.float32, device="cpu")
-
-
-class OverRanks(NamedTuple):
-    """How the gradients of losses that left one forward otherwise are summed over the ranks."""
-
-    sum: Callable[[Any, Gradients], Gradients]  # called with the LiveNode whose backward runs
-    forward: int  # the number of the forward, from 1
-
-
-class _Unsummed(NamedTuple):
-    """Gradients of one forward that are still to be summed over the ranks."""
-
-    forward: int
-    live: Sequence[torch.Tensor]
-    gradients: Gradients
-    all_reduce: AllReduce
-
-
-class OneOrder:
-    """Sums of several forwards over the ranks, of one model or of several, in one order on all of them.
-
-    The order in which torch's engine comes to the LiveNodes of one backward depends on time, and on how a rank runs a
-    forward; and sums that ranks begin in different orders never end. So the latest forward's gradients are summed
-    first: those of another one wait until the LiveNodes of all later ones have run that this backward reaches. The
-    LiveNode that has been waited for returns the gradients of its own live tensors; those of other live tensors go to
-    them in a backward of their own.
-    """
-
-    def __init__(self) -> None:
-        self._tokens: list[weakref.ref[torch.Tensor]] = []
-        self._waiting: dict[int, list[_Unsummed]] = {}  # by the number of the backward
-        self._num_forwards = 0
-        self._lock = threading.Lock()
-
-    def next_forward(self, token: torch.Tensor) -> int:
-        """Return the number of a forward whose live parameters are behind `token`."""
-        with self._lock:
-            if not self._tokens or self._tokens[-1]() is not token:  # as it is where one model is trained
-                others = [ref for ref in self._tokens if ref() is not None and ref() is not token]
-                self._tokens = [*others, weakref.ref(token)]
-            self._num_forwards += 1
-            return self._num_forwards
-
-    def is_next(self, collector: Collector) -> bool:
-        """Return whether the running backward reaches no later forward whose gradients are still to be summed."""
-        if _forward_of(collector) == self._num_forwards:
-            return True
-        number = engine.number_of_backward()
-        return not [each for each in self._to_come(number, collector) if _forward_of(each) > _forward_of(collector)]
-
-    def sums(
-        self, number: int, collector: Collector, unsummed: Sequence[tuple[Gradients, AllReduce]]
-    ) -> list[Gradients] | None:
-        """Return the sums of backward `number` that can be had by now; None if a later LiveNode will have them."""
-        if not unsummed and number not in self._waiting:
-            return []
-        live = collector.live
-        for failed in sorted(self._waiting)[:-_MOST_WAITING]:
-            self._waiting.pop(failed, None)
-        waiting = self._waiting.pop(number, [])
-        waiting += [_Unsummed(_forward_of(collector), live, *each) for each in unsummed]
-        to_come = self._to_come(number, collector)
-        latest = max(map(_forward_of, to_come), default=0)
-        now = sorted([each for each in waiting if each.forward > latest], key=attrgetter("forward"), reverse=True)
-        if waiting := [each for each in waiting if each.forward <= latest]:
-            self._waiting[number] = waiting
-        if [each for each in now if each.live is not live] and (
-            torch.is_grad_enabled() or engine.backward_is_restricted()
-        ):
-            raise RuntimeError(_SEVERAL_MODELS)
-        found: list[Gradients] = []
-        while now:
-            each = now.pop(0)
-            gradients = each.all_reduce(each.gradients)
-            if each.live is live:
-                found.append(gradients)
-            else:
-                _add_to(each.live, gradients)
-            del each, gradients
-        if waiting and unsummed and not found:
-            if not [other for other in to_come if other.live is live]:  # a backward of their own calls hooks
-                skip_hooks_without_gradient(live, [None] * len(live))
-            return None
-        return found
-
-    def _to_come(self, number: int, collector: Collector) -> list[Collector]:
-        """Return the collectors whose LiveNodes backward `number`, which runs, has still to come to, but for one."""
-        others = [node.collector for node in self._live_nodes() if _will_run(node, number)]
-        return [other for other in others if other is not collector]
-
-    def _live_nodes(self) -> list[Any]:
-        tokens = [ref() for ref in self._tokens]
-        return [token.grad_fn for token in tokens if token is not None and token.grad_fn is not None]
-
-
-def _add_to(live: Sequence[torch.Tensor], gradients: Gradients) -> None:
-    """Add gradients to those of live tensors, in a backward of its own."""
-    given = [(tensor, gradient) for tensor, gradient in zip(live, gradients, strict=True) if gradient is not None]
-    engine.run_backward([tensor for tensor, _ in given], [gradient for _, gradient in given], keep=False)
-
-
-def _forward_of(collector: Collector) -> int:
-    """Return the number of a forward whose gradients are summed over ranks."""
-    return 0 if collector.over_ranks is None else collector.over_ranks.forward
+collectors_with_nodes: "weakref.WeakValueDictionary[int, Collector]" = weakref.WeakValueDictionary()
 
 
 def _added(one: Gradients, other: Gradients) -> Gradients:
     return [*map(added, one, other)]
-
-
-def _will_run(live_node: Any, number: int) -> bool:
-    """Return whether the running backward, of this number, has still to come to a LiveNode."""
-    return live_node.collector.latest != number and engine.backward_runs(live_node)
-
-
-_MOST_WAITING = 16  # backwards, each in a thread of its own; more are of backwards that have failed
-order_of_sums = OneOrder()
 
 
 def token_of(collector: Collector) -> torch.Tensor:
@@ -429,7 +268,8 @@ class LiveNode(torch.autograd.Function):
         gradients = collector.all_gradients(ctx)
         if gradients is None:
             return (None,) * (1 + len(collector.live))
-        skip_hooks_without_gradient(collector.live, gradients)
+        if without := [live for live, gradient in zip(collector.live, gradients, strict=True) if gradient is None]:
+            graph_nodes.skip_hooks_without_gradient(without)  # as without a wrapper: no node would lead to them
         return (None, *gradients)
 
 
@@ -499,7 +339,7 @@ def own_tensors(
         leaf: that of parameters; see `leaf_on`.
     """
     tensors = with_bucket_node(token, collector, bucket, replica, given, leaf)
-    _collectors[id(collector)] = collector
+    collectors_with_nodes[id(collector)] = collector
     if collector.frozen:  # by an earlier forward
         collector.frozen.difference_update([each for each in [*collector.frozen] if each[:2] == (bucket, replica)])
     for place, tensor in enumerate(tensors):
@@ -577,12 +417,6 @@ class _Relink(torch.autograd.Function):
 def is_bucket_node(node: Any) -> bool:
     """Return whether a node of a graph is the end of a replica's part of it."""
     return getattr(node, "_forward_cls", None) in (BucketNode, _Relink)
-
-
-def skip_hooks_without_gradient(live: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
-    """Let hooks of tensors that no replica used not be called, as without a wrapper: no node would lead to them."""
-    if without := [n for n, gradient in enumerate(gradients) if gradient is None]:
-        graph_nodes.skip_hooks_without_gradient([live[n] for n in without])
 
 
 def joined_gradients(
