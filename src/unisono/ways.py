@@ -621,7 +621,7 @@ def plain_composition(
                 calls = [partial(_not_synchronised, call) for call in calls]
             shards_of = [*zip(shards, shard_kwargs, strict=False)]
             devices = [here or options.devices[i] for i in numbers][: len(shards)]
-            looks = _looks_at_composition(wrapper, method, arguments.leaves, replicas, common, shards_of, devices)
+            looks = _looks_at_composition(wrapper, method, arguments.leaves, replicas, common, devices)
             for look in looks:
                 look.begin()
             outputs = interruptibly(wrapper.parallel_apply, calls, shards, shard_kwargs)
@@ -656,7 +656,6 @@ def _looks_at_composition(
     leaves: Sequence[Any],
     replicas: Sequence[Any],
     common: AnyReplicas,
-    shards: Sequence[Any],
     devices: Sequence[torch.device],
 ) -> list[Look]:
     """Return what looks at one plain composition; `devices` are those of the replicas, which have `common`."""

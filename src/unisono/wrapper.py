@@ -2,6 +2,9 @@
 
 Attributes that only the module has are read, assigned and deleted through the wrapper; what both have is the wrapper's.
 Protocols (names with double underscores) are never the module's: a wrapper has no length because its module has one.
+
+It is copied and pickled as any module. What belongs to this process stays behind, and is made anew by the next step:
+`StepMemory.__reduce__`, `GradientSync.__reduce__` and `MeasuredShares.__getstate__` see to that.
 """
 
 from collections.abc import Callable

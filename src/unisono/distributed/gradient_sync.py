@@ -312,7 +312,7 @@ class ModuleBuffers:
         return buffers, self._buckets, self._digest
 
 
-@dataclass(slots=True, eq=False)  # not frozen, as a `ThreadState`
+@dataclass(slots=True, eq=False)  # not frozen: it would take three times as long to make
 class SyncContext:
     """How the gradients of one forward are summed."""
 

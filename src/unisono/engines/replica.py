@@ -92,7 +92,7 @@ class Replica:
         self.is_remote, self.tensors = bool(copied), list(tensors.values())
         self.modules, links = blueprint.stamp(tensors)
         self.registries = buffer_registries(self.modules)
-        self._unlinked = unlinked_at_deletion(links)
+        self._unlinked = unlinked_at_deletion(links)  # takes its references apart when the replica goes
         self.rebound = [(owner[name], live) for _, owner, name, live in links if isinstance(owner, dict)]
 
     def commit_buffers(
@@ -455,8 +455,8 @@ class ReplicaPool:
 
         Args:
             plan: the parameters' buckets; None: those for this process alone.
-            may_write: whether it is not known if forward writes parameters. Then replicas that would share the live
-                module's memory have their own, if that is not too much, and all are for this forward only.
+            may_write: whether forward may write parameters: no step has shown the contrary. Then replicas that would
+                share the live module's memory have their own, if that is not too much, for this forward only.
         """
         kind = (tracked, torch.is_inference_mode_enabled(), with_live_buffers, plan, *devices)
         if may_write and self._can_have_own_memory(devices):

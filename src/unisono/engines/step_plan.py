@@ -66,7 +66,7 @@ class StepPlan:
     carries_objects: bool
     structure: Hashable  # equal for steps that build the same graph, as far as modules and inputs tell
     counts_as: Hashable  # under which the first steps of that structure are counted
-    is_early: bool  # whether this is one of them
+    is_early: bool  # whether this is one of the first steps
 
     @cached_property
     def sizes_of_runs(self) -> list[int]:
@@ -115,7 +115,7 @@ class StepPlan:
         return self.parts == 1 and not self.rescue
 
 
-@dataclass(slots=True)  # not frozen, as a `ThreadState`
+@dataclass(slots=True)  # not frozen: it would take three times as long to make
 class Call:
     """One call of the module, which runs by its plan."""
 
