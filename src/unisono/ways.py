@@ -395,6 +395,38 @@ def plan_of(
     return plan if reason or is_timed else replace(plan, kernel_graphs=True)
 
 
+def _find_plan(
+    wrapper: Wrapper,
+    method: str | None,
+    arguments: Arguments,
+    pool: ReplicaPool | None,
+    measured: MeasuredShares | None,
+    *,
+    is_timed: bool,
+    in_ranks: bool,
+) -> StepPlan:
+    """Return the plan of a call's kind: the one that an earlier call has made, or a new one. Args: as for `plan_of`."""
+    options, memory = wrapper._options, wrapper._step_memory
+    weights = None if measured is None else tuple(measured.weights)
+    of_inputs = arguments.kind(on_any_axis=options.in_dims is not ...)
+    kind = of_inputs and (method, torch.is_grad_enabled(), in_ranks, options.version, weights, is_timed, of_inputs)
+    plan: StepPlan | None = None if pool is None else pool.blueprint.plans.get(kind)
+    if plan is not None:
+        arguments.rows, arguments.axes = plan.rows, plan.axes
+        return plan
+    if _is_graphed_alone(options, in_ranks=in_ranks):  # as the module, it takes inputs of any rows
+        arguments.rows, arguments.axes = None, [None] * len(arguments.leaves)
+    else:
+        _with_rows(wrapper, method, arguments)
+    plan = plan_of(wrapper, method, arguments, pool, measured, is_timed=is_timed, in_ranks=in_ranks)
+    arguments.check_whole(len(plan.sizes), memory.warnings, in_parts=plan.parts > 1)
+    if pool is not None:
+        check_replicas(plan, pool.blueprint, memory.warnings)
+        if kind is not None and not plan.is_early:
+            keep_plan(pool.blueprint.plans, kind, plan)
+    return plan
+
+
 def arguments_of(wrapper: Wrapper, method: str | None, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
     """Return the inputs, leaf by leaf; raise TypeError or ValueError for what cannot be split."""
     return _with_rows(wrapper, method, Arguments(inputs, kwargs, wrapper._options.dim))
@@ -529,37 +561,21 @@ def on_all_devices(
     Args: as for `plan_of`.
     """
     options, memory, ranks = wrapper._options, wrapper._step_memory, wrapper._ranks
-    module, here, tracked = wrapper._modules["module"], device_of_replica(wrapper), torch.is_grad_enabled()
+    module, here = wrapper._modules["module"], device_of_replica(wrapper)
     frozen = memory.thaw() if memory.frozen else ()
     arguments, plan = Arguments(inputs, kwargs, options.dim), None
     try:
         # In a mode that stays in this thread a rank runs the module itself, and needs no replicas.
         stays = in_ranks and modes_that_stay()
         pool = None if stays else memory.pool_for(module, here or options.devices[0])
-        weights = None if measured is None else tuple(measured.weights)
-        of_inputs = arguments.kind(on_any_axis=options.in_dims is not ...)
-        kind = of_inputs and (method, tracked, in_ranks, options.version, weights, is_timed, of_inputs)
-        plan = None if pool is None else pool.blueprint.plans.get(kind)
-        if plan is not None:
-            arguments.rows, arguments.axes = plan.rows, plan.axes
-        else:
-            if _is_graphed_alone(options, in_ranks=in_ranks):  # as the module, it takes inputs of any rows
-                arguments.rows, arguments.axes = None, [None] * len(arguments.leaves)
-            else:
-                _with_rows(wrapper, method, arguments)
-            if pool is not None and pool.blueprint.observers and tracked and not in_ranks:
-                # A hook keeps tensors of the replicas for the caller: they have to be a part of the caller's graph.
-                freeze(frozen)
-                if options.sync_batch_norm:
-                    log_once(_RUNS_WHOLE)
-                    return on_one_device(wrapper, method, inputs, kwargs)
-                return plain_composition(wrapper, method, inputs, kwargs, measured)
-            plan = plan_of(wrapper, method, arguments, pool, measured, is_timed=is_timed, in_ranks=in_ranks)
-            arguments.check_whole(len(plan.sizes), memory.warnings, in_parts=plan.parts > 1)
-            if pool is not None:
-                check_replicas(plan, pool.blueprint, memory.warnings)
-                if kind is not None and not plan.is_early:
-                    keep_plan(pool.blueprint.plans, kind, plan)
+        if pool is not None and pool.blueprint.observers and torch.is_grad_enabled() and not in_ranks:
+            # A hook keeps tensors of the replicas for the caller: they have to be a part of the caller's graph.
+            freeze(frozen)
+            if options.sync_batch_norm:
+                log_once(_RUNS_WHOLE)
+                return on_one_device(wrapper, method, inputs, kwargs)
+            return plain_composition(wrapper, method, inputs, kwargs, measured)
+        plan = _find_plan(wrapper, method, arguments, pool, measured, is_timed=is_timed, in_ranks=in_ranks)
         call = Call(plan if wrapper._weighed is None else wrapper._weighed(plan), arguments)
         run = None if pool is None else partial(run_step, memory, pool, frozen)
         if ranks is not None and in_ranks:

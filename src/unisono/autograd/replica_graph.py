@@ -356,7 +356,11 @@ class ReplicaGraphs:
     def _gradients_by_bucket(
         self, grads: Sequence[Gradients], reduction: RankReduction | None, run: "_Run", *, keep: bool
     ) -> Gradients:
-        """Return the gradient of each of the boundary's inputs; backward ends at the buckets, and sums them there."""
+        """Return the gradient of each of the boundary's inputs; backward ends at the buckets, and sums them there.
+
+        torch's engine is asked for the gradients of the marks, so that it runs the bucket nodes and stops behind them.
+        These are None: those of the buckets' tensors have gone to the `receivers` by then (gradient_nodes.py).
+        """
         marks = [group.collector.mark for group in self.groups]
         of_inputs: list[list[Contribution]] = [[] for _ in self.inputs]
         of_leaves: list[Gradients] = [[None] * len(self.timings) for _ in self.leaves]
