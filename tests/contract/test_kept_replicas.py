@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from helpers.comparisons import assert_alike, assert_all_same, assert_same, twins
-from helpers.contract import Wrap, at_one_place, in_one_memory
+from helpers.contract import Wrap
 from helpers.losses import loss_of
 from helpers.modules import Calls
 from unisono.engines import replica
@@ -317,21 +317,3 @@ def test_memory_that_a_conversion_replaces_is_freed(wrap: Wrap) -> None:
     storage = model.module.weight.untyped_storage()
     model.half()
     assert torch._C._storage_Use_Count(storage._cdata) == 1
-
-
-@at_one_place
-@in_one_memory
-@torch.no_grad()
-def test_buffers_are_copied_by_the_list_and_lists_have_one_dtype(wrap: Wrap, monkeypatch: pytest.MonkeyPatch) -> None:
-    """N10: batch norm has floats and an integer. Of a list with both, CUDA would copy each tensor by itself."""
-    model = wrap(nn.Sequential(*(nn.BatchNorm1d(4) for _ in range(3))), sync_batch_norm=False)
-    for _ in range(2):  # the first step has replicas of its own
-        model(torch.randn(8, 4))
-    lists: list[tuple[torch.Tensor, ...]] = []
-    names = [name for name in ("_foreach_clone", "_foreach_copy_") if hasattr(torch, name)]  # the first is new in 2.13
-    for name in names:
-        copy_all = getattr(torch, name)
-        monkeypatch.setattr(torch, name, lambda own, *others, f=copy_all: lists.append(own) or f(own, *others))
-    model(torch.randn(8, 4))
-    assert sorted(map(len, lists)) == [3] * len(names) + [6] * len(names)
-    assert all(len({tensor.dtype for tensor in each}) == 1 for each in lists)
