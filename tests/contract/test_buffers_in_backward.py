@@ -125,11 +125,6 @@ def a_second_backward(call: Call, root: nn.Module, xs: list[torch.Tensor]) -> No
     loss.backward()
 
 
-def accumulated(call: Call, root: nn.Module, xs: list[torch.Tensor]) -> None:
-    for x in xs:
-        call(x).pow(2).sum().backward()
-
-
 def losses_in_another_order(call: Call, root: nn.Module, xs: list[torch.Tensor]) -> None:
     """One device goes through the last forward first, whatever the order of the losses."""
     first, second, third = map(call, xs)
@@ -145,7 +140,7 @@ def backwards_in_another_order(call: Call, root: nn.Module, xs: list[torch.Tenso
 
 
 BETWEEN = [one_backward_of_three, each_in_turn, a_forward_without_gradients, the_module_itself, the_programs_write]
-BETWEEN += [a_second_backward, accumulated, losses_in_another_order, backwards_in_another_order]
+BETWEEN += [a_second_backward, losses_in_another_order, backwards_in_another_order]
 
 
 # Each with each, over both places; where there is one, all pairs.

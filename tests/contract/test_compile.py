@@ -62,17 +62,6 @@ class Net(nn.Module):
         return self.last(x) * (self.scale if self.training else -self.scale)
 
 
-class CompiledMethod(Net):
-    """Calls a compiled method that it keeps in an attribute."""
-
-    def __init__(self, backend: Any) -> None:
-        super().__init__()
-        self.fast = torch.compile(super().forward, backend=backend)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.fast(x)
-
-
 def with_forward(forward: Callable[..., torch.Tensor]) -> nn.Module:
     return type("WithForward", (Net,), {"forward": forward})()
 
@@ -97,7 +86,6 @@ WAYS: dict[str, Callable[[nn.Module, Any], nn.Module]] = {
     "module.compile": in_place,
     "module.compile of a child": lambda net, backend: nn.Sequential(in_place(net, backend), nn.Tanh()),
     "both": lambda net, backend: torch.compile(nn.Sequential(in_place(net, backend), nn.Tanh()), backend=backend),
-    "a method": lambda net, backend: with_state_of(net, CompiledMethod(backend)),
     "decorated": lambda net, backend: with_state_of(net, with_forward(torch.compile(Net.forward, backend=backend))),
     "dynamic": lambda net, backend: torch.compile(net, backend=backend, dynamic=True),
     "a layer of torch's": lambda net, backend: nn.Sequential(

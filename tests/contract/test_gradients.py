@@ -33,13 +33,6 @@ Call = Callable[..., Any]
 OWN_ROWS: dict[str, Any] = {"sync_batch_norm": False}  # each replica's batch norms see these only
 
 
-def batch_norm_eval() -> nn.Module:
-    model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(16, 3))
-    model[1].running_mean.uniform_(-1, 1)
-    model[1].running_var.uniform_(0.5, 2)
-    return model.eval()
-
-
 def with_unused_and_frozen() -> nn.Module:
     frozen = nn.Parameter(torch.randn(3), requires_grad=False)
     unused = nn.Parameter(torch.randn(3))
@@ -65,18 +58,6 @@ def test_batch_norm_in_training_is_the_plain_compositions(wrap: Wrap, num_replic
         assert_same_state(model.module, oracle)
 
 
-def test_equal_calls_give_equal_bits(wrap: Wrap) -> None:
-    """N1: gradients are summed in replica order, whichever replica ends first."""
-    model = wrap(mlp(), 4)
-    x = torch.randn(64, 5)
-    seen = []
-    for _ in range(20):
-        model.zero_grad()
-        loss_of(model(x)).backward()
-        seen.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
-    assert all(torch.equal(other, seen[0]) for other in seen)
-
-
 @pytest.mark.parametrize("how", ["parameter", "input"])
 def test_sums_are_in_replica_order(wrap: Wrap, how: str) -> None:
     """N1: float32 cannot tell 1e8 + 1 from 1e8."""
@@ -94,25 +75,6 @@ def test_unused_rows_of_an_input_get_zeros(wrap: Wrap) -> None:
     x = torch.ones(5, 2, requires_grad=True)
     model(x, torch.arange(5)).sum().backward()
     assert x.grad.tolist() == [[2.0, 2.0]] * 3 + [[0.0, 0.0]] * 2
-
-
-def test_without_grad_and_in_inference_mode(wrap: Wrap) -> None:
-    """R14: outputs that need no gradient, and inference tensors; what the first forward makes serves later ones too."""
-    model = wrap(batch_norm_eval(), **OWN_ROWS)
-    x = torch.randn(7, 2, 4, 4)
-    expected = model.module(x).detach()
-    with torch.inference_mode():
-        output = model(x)
-    assert output.is_inference()
-    assert_same(output.clone(), expected)
-    with torch.no_grad():
-        output = model(x)
-    assert not output.requires_grad
-    assert_same(output, expected)
-    model.train()
-    model(x).sum().backward()
-    model.eval()
-    assert_same(model(x).detach(), model.module(x).detach())
 
 
 @pytest.mark.parametrize("how", ["backward", "twice", "grad"])
@@ -227,28 +189,6 @@ def test_large_gradients_that_are_sparse_in_some_replicas(wrap: Wrap) -> None:
 # ---- how backward is asked for -------------------------------------------------------------------
 
 
-def of_kept_graphs(call: Call, root: nn.Module) -> None:
-    loss = loss_of(call(torch.randn(7, 5)))
-    loss.backward(retain_graph=True)
-    loss.backward(retain_graph=True)
-    loss.backward()
-    with pytest.raises(RuntimeError, match=r"backward through .* a second time"):
-        loss.backward()
-
-
-def of_some(call: Call, root: nn.Module) -> Any:
-    """By torch.autograd.grad, which accumulates nothing, and by `backward(inputs=...)`."""
-    x = torch.randn(7, 5, requires_grad=True)
-    loss = loss_of(call(x))
-    first = torch.autograd.grad(loss, [root[0].weight, x], retain_graph=True)
-    second = torch.autograd.grad(loss, [root[4].bias, root[2].weight])
-    assert all(p.grad is None for p in (x, *root.parameters()))
-    with pytest.raises(RuntimeError, match=r"unused|not have been used"):
-        torch.autograd.grad(loss_of(call(x)), [torch.ones((), requires_grad=True)])
-    loss_of(call(x)).backward(inputs=[root[0].bias])
-    return [first, second]
-
-
 def batched(call: Call, root: nn.Module) -> Any:
     """`is_grads_batched` runs backward under vmap, as a vectorized jacobian does."""
     x, vectors = torch.randn(3, 5, requires_grad=True), torch.randn(4, 3, 3)
@@ -325,8 +265,6 @@ def linears(function: Callable[..., Any], width: int, *names: str) -> Callable[[
 
 # The module, and the steps that are made with it.
 STEPS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, Any], Any]]] = {
-    "kept graphs": (mlp, of_kept_graphs),
-    "some gradients": (mlp, of_some),
     "batched": (mlp, batched),
     "a parameter that is written into": (mlp, parameter_written_into),
     "anomaly mode": (lambda: Fn(lambda y: (y * 0).sqrt() * 0, nn.Linear(5, 3)), in_anomaly_mode),

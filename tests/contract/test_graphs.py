@@ -141,15 +141,6 @@ def other_gradients(training: Training) -> None:
         training.optimizer.step()
 
 
-def two_backwards(training: Training) -> None:
-    training.steps()
-    for _ in range(3):
-        loss = training.forward()
-        loss.backward(retain_graph=True)
-        loss.backward()
-        training.optimizer.step()
-
-
 def some_gradients(training: Training) -> None:
     training.steps()
     for _ in range(2):
@@ -238,30 +229,14 @@ def backward_within_autocast(training: Training) -> None:
             loss.backward()
 
 
-def inputs_that_need_gradients(training: Training) -> None:
-    for _ in range(7):
-        x = training.inputs().requires_grad_()
-        training.model(x)["output"].square().sum().backward()
-        training.seen.append(x.grad)  # type: ignore[arg-type]
+RUNS = [forwards_in_flight, other_gradients, some_gradients, evaluation_between, other_parameters]
+RUNS += [batches_of_other_sizes, under_autocast, within_one_autocast, backward_within_autocast]
+RUNS += [on_streams_in_turn, more_backwards_than_have_graphs]
 
 
 @needs_graphs
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match")  # torch's, of the plain module
-@pytest.mark.parametrize(
-    "run",
-    [
-        *(forwards_in_flight, other_gradients, two_backwards, some_gradients, evaluation_between, other_parameters),
-        *(
-            batches_of_other_sizes,
-            under_autocast,
-            within_one_autocast,
-            on_streams_in_turn,
-            more_backwards_than_have_graphs,
-            backward_within_autocast,
-            inputs_that_need_gradients,
-        ),
-    ],
-)
+@pytest.mark.parametrize("run", RUNS)
 def test_bits_with_graphs(run: Callable[[Training], None]) -> None:
     """N18"""
     assert assert_same_bits(run) > 0
@@ -341,11 +316,6 @@ class Counts(Net):
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         self.calls += 1
         return super().forward(x)
-
-
-class Draws(Net):
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
-        return super().forward(x * torch.rand(()).to(torch.float64).item())
 
 
 class Reassigns(Net):
@@ -464,7 +434,7 @@ def test_derivatives_of_a_higher_order() -> None:
 
 @needs_graphs
 def test_what_backward_reads_may_not_be_written_before_it() -> None:
-    """R8"""
+    """N18, R8"""
 
     class Scales(Net):
         def __init__(self) -> None:
@@ -490,7 +460,7 @@ def test_what_backward_reads_may_not_be_written_before_it() -> None:
 
 @needs_graphs
 def test_a_gradient_between_outputs_is_an_error() -> None:
-    """G3"""
+    """N18, N1"""
 
     class Both(nn.Linear):
         def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]

@@ -23,22 +23,13 @@ from torch.nn.utils import prune
 
 from helpers import shared_values
 from helpers.comparisons import assert_alike, assert_same, one_step, twins
-from helpers.contract import DEVICES, Wrap, at_one_place
+from helpers.contract import DEVICES, Wrap, at_one_place, said_by
 from helpers.losses import loss_of
 from helpers.modules import Calls
 from unisono import data_parallel, verify
 from unisono.primitives.object_state import same_state, state_of
 
 Forward = Callable[[Any, torch.Tensor], object]
-
-
-def said_by(call: Callable[[], object]) -> list[warnings.WarningMessage]:
-    """Return the warnings that three calls give."""
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        for _ in range(3):
-            call()
-    return [*said]
 
 
 def steps_of(model: Any, rows: int = 7) -> dict[str, Callable[[], object]]:

@@ -7,7 +7,7 @@ import gc
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -432,22 +432,6 @@ def test_the_module_is_left_as_it_was(wrap: Wrap) -> None:
     plain = copy.deepcopy(model.module)
     assert_same(model(torch.ones(6, 2))[2], plain(torch.ones(3, 2))[2].repeat(2, 1))
     assert model.module.number == 1
-
-
-def test_changes_between_two_maps_are_seen(wrap: Wrap) -> None:
-    """I4, R8: modes, parameters written into, parameters replaced."""
-    plain, model = twins(wrap, nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)))
-    some = [torch.randn(4, 5) for _ in range(5)]
-    changes: list[Callable[[nn.Sequential], Any]] = [
-        lambda module: module.eval(),
-        lambda module: module[0].weight.data.mul_(2),
-        lambda module: setattr(module[2], "bias", nn.Parameter(torch.ones(2))),
-        lambda module: module[1].running_mean.add_(1),
-    ]
-    for change in changes:
-        change(plain)
-        change(model.module)
-        assert_equal(list(model.map(some)), plain_loop(plain, some))
 
 
 def test_thread_state_is_the_callers(wrap: Wrap) -> None:

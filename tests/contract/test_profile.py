@@ -266,6 +266,7 @@ def test_two_backwards_of_one_forward_at_once(wrap: Wrap) -> None:
     """P3: one of them is recorded, and both compute what they would without a profile."""
     model, x = wrap(mlp()), torch.randn(4, 5)
     train(model, x)
+    model.zero_grad()
     inside = threading.Barrier(2)
     with model.profile() as profile:
         output = model(x)
@@ -277,3 +278,6 @@ def test_two_backwards_of_one_forward_at_once(wrap: Wrap) -> None:
 
         in_threads(2, backward)
     assert len(checked(profile)) == 1
+    found = [parameter.grad for parameter in model.parameters()]
+    expected = torch.autograd.grad(model.module(x).sum() * (10 * 2), [*model.module.parameters()])
+    torch.testing.assert_close(found, [*expected])

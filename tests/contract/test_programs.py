@@ -51,7 +51,7 @@ def server() -> Iterator[Callable[[str], ProgramServer]]:
 
 @pytest.mark.parametrize(("name", "place"), [*in_places()])
 def test_a_program_is_the_plain_modules(server: Callable[[str], ProgramServer], name: str, place: str) -> None:
-    """N1, N3, N7, N8, N9, N10, N13, R4, R8, R9, R13, R14, A10, A14, C1, C2, C4, C6, C15, G1, G3, S2"""
+    """N1, N3, N5, N7, N8, N9, N10, N13, R4, R5, R8, R9, R10, R13, R14, A10, A14, C1, C2, C4, C6, C15, G1, G3, I4, S2"""
     for program in programs(name, place, nums_of_replicas(place)):
         outcome = server(place).run(program)
         assert outcome.difference is None, f"{program!r}: {outcome.difference.text}"

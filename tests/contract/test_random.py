@@ -173,31 +173,22 @@ def test_a_single_replica_draws_what_the_plain_module_draws(wrap: Wrap) -> None:
 
 # ---- activations computed again ------------------------------------------------------------------
 
-INSIDE, AROUND = "inside", "around"
 
-
-@over_places(
-    "reentrant, where, num_replicas",
-    [(reentrant, *case) for reentrant in (True, False) for case in ((INSIDE, 2), (INSIDE, 3), (AROUND, 3))],
-    separate=[(True, INSIDE, 3)],
-)
-def test_recomputed_activations_have_the_masks_of_the_forward(
-    wrap: Wrap, reentrant: bool, where: str, num_replicas: int
-) -> None:
-    """N6, R13: in checkpoints in the module and in `checkpoint(model, x)`; gradients by hand, from the masks.
+@over_places("reentrant", [(True,), (False,)], separate=[(True,)])
+def test_recomputed_activations_have_the_masks_of_the_forward(wrap: Wrap, reentrant: bool) -> None:
+    """N6, R13: in `checkpoint(model, x)`; gradients by hand, from the masks.
 
     Many steps, because an order that depends on threads is right some of the time.
     """
-    if where == AROUND and not reentrant and REFUSES_CHECKPOINTS:
+    if not reentrant and REFUSES_CHECKPOINTS:
         pytest.skip("around several accelerators a checkpoint that is not reentrant is an error (R13)")
     layer = nn.Linear(5, 40)
-    module = nn.Sequential(layer, nn.Dropout(0.5))
-    model = wrap(recomputed(module, reentrant) if where == INSIDE else module, num_replicas)
+    model = wrap(nn.Sequential(layer, nn.Dropout(0.5)), 3)
     for step in range(15):
         model.zero_grad()
         x = torch.randn(7 + step % 2, 5)
         x_model = fresh(x)
-        output = model(x_model) if where == INSIDE else checkpoint(model, x_model, use_reentrant=reentrant)
+        output = checkpoint(model, x_model, use_reentrant=reentrant)
         mask = (output.detach() != 0) * 2.0
         assert 0.2 < mask.mean() / 2 < 0.8
         assert_same(output.detach(), (layer(x) * mask).detach())

@@ -107,7 +107,7 @@ def frozen_for_a_while(net: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def one_frozen_for_a_while(net: Any, x: torch.Tensor) -> torch.Tensor:
-    """By the method and by the attribute, which nothing else of its layer is touched by."""
+    """Parameters of two layers, which nothing else of these is touched by."""
     weight, bias = net.critic[0].weight, net.critic[2].bias
     weight.requires_grad_(False)
     bias.requires_grad_(False)
@@ -168,12 +168,6 @@ def frozen_again_and_again(net: Any, x: torch.Tensor) -> torch.Tensor:
     return net.critic(y) + net.shift
 
 
-def frozen_for_good(net: Any, x: torch.Tensor) -> torch.Tensor:
-    """In each forward, and not switched on again: no step gives them a gradient."""
-    net.critic.requires_grad_(False)
-    return net.critic(torch.tanh(net.foot(x))) + net.shift
-
-
 def penalty_inside(net: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """A loss of the parameters' gradients. It is linear in them, so that of all rows is the sum of the replicas'."""
     y = net.critic(torch.tanh(net.foot(x))) + net.shift
@@ -222,7 +216,6 @@ USES: dict[str, Forward] = {
     "frozen and a backward": frozen_and_a_backward,
     "frozen at the end": frozen_at_the_end,
     "frozen again and again": frozen_again_and_again,
-    "frozen for good": frozen_for_good,
     "penalty inside": penalty_inside,
     "gradients inside": grads_inside,
     "copied": copied,

@@ -418,46 +418,6 @@ def test_slots_of_a_modules_class(wrap: Wrap) -> None:
     assert model.module[0].layers[0] is model.module[0].linear
 
 
-def test_methods_lists_and_lambdas_are_the_replicas_own(wrap: Wrap) -> None:
-    """R7: gradients arrive through every way by which a module can refer to itself."""
-
-    class Devious(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b, self.c, self.d, self.hidden = (nn.Linear(5, 5) for _ in range(5))
-            self.plain_list = [self.a]
-            self.table = {"op": self.run_b, "nested": (1, [functools.partial(self.run_c, 2.0)])}
-            self.op = lambda x, extra=nn.Linear(5, 5): extra(self.d(x))  # noqa: B008 - it is what is tested
-            self.not_a_child = {"only here": [self.__dict__["_modules"].pop("hidden")]}
-
-        def run_b(self, x: torch.Tensor) -> torch.Tensor:
-            return self.b(x)
-
-        def run_c(self, factor: float, x: torch.Tensor) -> torch.Tensor:
-            return self.c(x) * factor
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = self.plain_list[0](x)
-            x = self.table["op"](x)
-            x = self.table["nested"][1][0](x)
-            return self.not_a_child["only here"][0](self.op(x))
-
-        def everything(self) -> list[torch.Tensor]:
-            outside = (self.op.__defaults__[0], self.not_a_child["only here"][0])
-            return [*self.parameters(), *(p for module in outside for p in module.parameters())]
-
-    torch.manual_seed(1)
-    plain = Devious()
-    torch.manual_seed(1)
-    model = wrap(Devious(), 3)
-    x = torch.randn(7, 5)
-    loss_of(plain(x)).backward()
-    loss_of(model(x)).backward()
-    for mine, theirs in zip(model.module.everything(), plain.everything(), strict=True):
-        assert theirs.grad is not None
-        assert_same(mine.grad, theirs.grad)
-
-
 @in_one_memory
 def test_objects_that_carry_tensors_with_a_history(wrap: Wrap) -> None:
     """S4: an object of an unknown class reaches every replica as it is, and gradients flow through what it holds."""

@@ -1,17 +1,13 @@
 """Lists with one entry a row, as in object detection: pictures of several sizes, with several boxes in each."""
 
-import ast
-import warnings
-
 import pytest
 import torch
 from torch import nn
 
 import unisono
-from helpers.contract import Wrap
+from helpers.contract import Wrap, said_by
 from helpers.modules import Calls, Fn
 from unisono import SampleList
-from unisono.runtime.errors import forget_logged
 
 
 def detector() -> nn.Module:
@@ -108,45 +104,6 @@ def test_what_is_made_of_one_is_one(wrap: Wrap):
     assert samples[0] == "a"
 
 
-WORDS = ["a", "b", "c", "d"]
-
-
-@pytest.mark.parametrize(
-    ("inputs", "options", "name"),
-    [
-        (({"x": torch.ones(4, 2), "words": WORDS},), {}, "inputs[0]['words']"),
-        ((torch.ones(4, 2), tuple(WORDS)), {}, "inputs[1]"),
-        ((torch.ones(4, 2), [[1, 2], [3], [], [4]]), {}, "inputs[1]"),
-        ((torch.ones(4, 2), [224, 224, 3, 1]), {}, None),
-        ((torch.ones(4, 2), WORDS), {"in_dims": (0, None)}, None),
-        ((torch.ones(4, 2), SampleList(WORDS)), {}, None),
-        ((torch.ones(4, 2), WORDS[:3]), {}, None),
-        ((torch.ones(4, 2), (1, 2, 3, 4)), {}, None),
-        ((torch.ones(4, 2), [torch.ones(4)] * 4), {}, None),
-        ((torch.ones(4, 2), (None,) * 4), {}, None),
-        (("mode", None, True, {"x": torch.ones(4, 2)}), {}, None),
-    ],
-)
-def test_a_list_that_is_not_split_is_warned_of(inputs, options, name):
-    """S17: a list of strings beside a batch is given to every replica, as in torch."""
-
-    def messages(**options):
-        model = unisono.DataParallel(Fn(lambda *inputs: torch.ones(2, 1)), ["cpu"] * 2, **options)
-        with warnings.catch_warnings(record=True) as seen:
-            warnings.simplefilter("always")
-            model(*inputs)
-        return [str(each.message) for each in seen]
-
-    if name is None:
-        assert messages(**options) == []
-        return
-    (message,) = messages(**options)
-    assert message.startswith(name)
-    assert "unisono.SampleList" in message
-    forget_logged()
-    assert messages(in_dims=ast.literal_eval(message.partition("in_dims=")[2].removesuffix("."))) == []
-
-
 @pytest.mark.parametrize(
     ("entry", "num_entries", "is_warned"),
     [(torch.ones(3, 4), 2, True), (torch.ones(2, 4), 2, False), (torch.ones(3, 4), 5, False)],
@@ -155,10 +112,8 @@ def test_a_list_that_is_not_split_is_warned_of(inputs, options, name):
 def test_a_list_that_is_joined_by_entry_is_warned_of(entry, num_entries, is_warned, wrapped):
     """S17: the tensors of a plain list are joined one by one, as in torch."""
     model = unisono.DataParallel(Fn(lambda x: wrapped([entry.clone() for _ in range(num_entries)])), ["cpu"] * 2)
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        model(torch.ones(4, 1))
-    remedies = [each for each in seen if "return unisono.SampleList(entries)" in str(each.message)]
+    said = said_by(lambda: model(torch.ones(4, 1)), 1)
+    remedies = [each for each in said if "return unisono.SampleList(entries)" in str(each.message)]
     assert len(remedies) == is_warned
 
 

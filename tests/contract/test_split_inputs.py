@@ -1,7 +1,6 @@
 """Inputs that are split by accident, or not at all: the error, or a warning, names them and what to write."""
 
 import ast
-import warnings
 
 import numpy
 import pytest
@@ -9,8 +8,10 @@ import torch
 from torch import nn
 
 import unisono
-from helpers.contract import Wrap
+from helpers.contract import Wrap, said_by
 from helpers.modules import Composed, Fn
+from unisono import SampleList
+from unisono.runtime.errors import forget_logged
 
 NOTE = "the inputs were split by rows, 4 = 2 + 2: "
 
@@ -19,12 +20,10 @@ def notes(error: BaseException) -> list[str]:
     return [note for note in getattr(error, "__notes__", ()) if NOTE in note]
 
 
-def messages(function, *inputs, **options):
+def messages(*inputs, **options):
     """Return the warnings of a call."""
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        unisono.DataParallel(Fn(function), ["cpu"] * 2, **options)(*inputs)
-    return [str(each.message) for each in seen]
+    model = unisono.DataParallel(Fn(lambda *_: torch.ones(2, 1)), ["cpu"] * 2, **options)
+    return [str(each.message) for each in said_by(lambda: model(*inputs), 1)]
 
 
 # ---- tensors that have no rows ---------------------------------------------------------------------
@@ -150,23 +149,7 @@ def test_an_error_about_a_list_of_one_row_names_the_remedy(wrap: Wrap):
     assert note.startswith("if a list has one entry for each row, make it a unisono.SampleList")
 
 
-# ---- arrays ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "array",
-    [numpy.arange(4.0), numpy.ones((4, 2)), numpy.array(["a"] * 4), range(4)],
-    ids=["vector", "matrix", "strings", "range"],
-)
-@pytest.mark.parametrize("nested", [False, True])
-def test_an_array_with_an_entry_a_row_is_warned_of(array, nested):
-    """S17: every replica gets all of it, as in torch; `in_dims` says that this is meant."""
-    (message,) = messages(lambda x, array: x, torch.ones(4, 1), {"array": array} if nested else array)
-    assert message.startswith("inputs[1]['array']" if nested else "inputs[1]")
-    assert "as many entries as the batch has rows" in message
-    in_dims = ast.literal_eval(message.partition("in_dims=")[2].removesuffix("."))
-    given = {"array": array} if nested else array
-    assert messages(lambda x, array: x, torch.ones(4, 1), given, in_dims=in_dims) == []
+# ---- what is not split ----------------------------------------------------------------------------------
 
 
 class Batch:
@@ -174,17 +157,6 @@ class Batch:
 
     def __init__(self, name: str, x) -> None:
         self.name, self.x = name, x
-
-
-@pytest.mark.parametrize("held", [torch.ones(4, 2), numpy.ones(4)], ids=["tensor", "array"])
-def test_an_object_that_holds_an_entry_a_row_is_warned_of(held):
-    """S17, S14: every replica gets all of it, as in torch."""
-    (message,) = messages(lambda x, batch: x, torch.ones(4, 1), {"batch": Batch("a", held)})
-    assert message.startswith("inputs[1]['batch']: if each entry belongs to a row")
-    assert "unisono.register_batch_type" in message
-    in_dims = ast.literal_eval(message.partition("in_dims=")[2].removesuffix("."))
-    assert messages(lambda x, batch: x, torch.ones(4, 1), {"batch": Batch("a", held)}, in_dims=in_dims) == []
-    assert messages(lambda x, batch: x, torch.ones(4, 1), Batch("a", held[:3])) == []
 
 
 class Unbound:
@@ -204,9 +176,38 @@ class Unknown(Unbound):
         raise NotImplementedError
 
 
+X, WORDS = torch.ones(4, 2), ["a", "b", "c", "d"]
+OF_ROWS = [
+    *(WORDS, tuple(WORDS), [[1, 2], [3], [], [4]]),
+    *(numpy.arange(4.0), numpy.ones((4, 2)), numpy.array(WORDS), range(4)),
+    *(Batch("a", torch.ones(4, 2)), Batch("a", numpy.ones(4))),
+]
+
+
+@pytest.mark.parametrize("given", OF_ROWS, ids=lambda value: type(value).__name__)
+@pytest.mark.parametrize("nested", [False, True])
+def test_what_has_an_entry_a_row_and_is_not_split_is_warned_of(given, nested):
+    """S17, S14: every replica gets all of it, as in torch; `in_dims` says that this is meant."""
+    inputs = ({"x": X, "given": given},) if nested else (X, given)
+    (message,) = messages(*inputs)
+    name = "inputs[0]['given']" if nested else "inputs[1]"
+    assert message.startswith(f"{name}: if each entry belongs to a row")
+    for remedy in ("unisono.SampleList", "unisono.register_batch_type", "as many entries as the batch has rows"):
+        assert remedy in message
+    forget_logged()
+    assert messages(*inputs, in_dims=ast.literal_eval(message.partition("in_dims=")[2].removesuffix("."))) == []
+
+
 @pytest.mark.parametrize(
-    "other",
+    "given",
     [
+        [224, 224, 3, 1],
+        SampleList(WORDS),
+        WORDS[:3],
+        (1, 2, 3, 4),
+        [torch.ones(4)] * 4,
+        (None,) * 4,
+        Batch("a", torch.ones(3, 2)),
         Unbound(),
         Unknown(),
         numpy.ones(3),
@@ -219,9 +220,10 @@ class Unknown(Unbound):
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_other_objects_are_not_warned_of(other):
-    """S17, S4"""
-    assert messages(lambda x, other: x, torch.ones(4, 1), other) == []
+def test_what_is_not_warned_of(given):
+    """S17, S4: nor beside a batch that is in a container."""
+    assert messages(X, given) == []
+    assert messages("mode", None, True, {"x": X}, given) == []
 
 
 # ---- iterators -------------------------------------------------------------------------------------

@@ -16,7 +16,6 @@ from helpers.batch_norms import (
     BATCH_NORMS,
     ResidualBlock,
     assert_gradients_and_buffers_near,
-    assert_near,
     changed_by_a_step,
     compare_with_plain,
 )
@@ -295,43 +294,6 @@ def test_synchronised_batch_norm_gives_equal_bits(wrap: Wrap) -> None:
         model.zero_grad()
         seen.append(changed_by_a_step(model, x))
     assert all(torch.equal(other[name], tensor) for other in seen for name, tensor in seen[0].items())
-
-
-def test_synchronised_batch_norm_and_how_backward_is_asked_for(wrap: Wrap) -> None:
-    """N5, N1, N8: several forwards, kept graphs, partial gradients, an output that the loss ignores."""
-
-    def forward(model: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        hidden = model.trunk(x)
-        return model.used(hidden), model.ignored(hidden)
-
-    trunk = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Tanh())
-    heads = Calls(forward, trunk=trunk, used=nn.BatchNorm1d(4), ignored=nn.BatchNorm1d(4))
-    plain, model = twins(wrap, heads, 3, sync_batch_norm=True)
-    batches = [torch.randn(rows, 5) for rows in (7, 4, 8)]
-
-    def run(module: nn.Module, root: nn.Module) -> tuple[torch.Tensor, ...]:
-        losses = [loss_of(module(x)[0]) for x in batches]
-        (losses[0] * 2).backward(retain_graph=True)
-        (losses[2] + losses[1]).backward()
-        losses[0].backward()
-        return torch.autograd.grad(loss_of(module(batches[0])), [root.used.bias, root.trunk[0].weight])
-
-    expected, partial = run(plain, plain), in_time(lambda: run(model, model.module))
-    assert model.module.ignored.weight.grad is None
-    assert_gradients_and_buffers_near(model.module, plain)
-    for mine, theirs in zip(partial, expected, strict=True):
-        assert_near(mine, theirs)
-
-
-def test_synchronised_batch_norm_without_grad(wrap: Wrap) -> None:
-    """N5, R14: statistics of the whole batch also where nothing is to be differentiated."""
-    plain, model = twins(wrap, ResidualBlock(), 3, sync_batch_norm=True)
-    x = torch.randn(8, 2, 4, 4)
-    for context in (torch.no_grad, torch.inference_mode):
-        with context():
-            assert_near(model(x), plain(x))
-        assert_gradients_and_buffers_near(model.module, plain)
-    compare_with_plain(model, plain, x)
 
 
 def test_batched_gradients_of_synchronised_batch_norm(wrap: Wrap) -> None:

@@ -2,12 +2,10 @@
 
 import copy
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from helpers.batch_norms import (
@@ -41,7 +39,7 @@ from helpers.failing import (
     numbered_rows,
 )
 from helpers.losses import fresh, loss_of, penalty_loss
-from helpers.modules import Calls
+from helpers.modules import Calls, PassingMode
 from unisono import DataParallel, data_parallel
 
 
@@ -180,11 +178,6 @@ def test_wrappers_inside_wrappers_with_batch_norm(
         assert_gradients_and_buffers_near(model.module, plain)
 
 
-class DispatchMode(TorchDispatchMode):
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return function(*args, **(kwargs or {}))
-
-
 @pytest.mark.filterwarnings("ignore:Exception ignored in. <generator object _checkpoint_without")  # torch 2.9 leaves it
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpoints_in_a_backward_under_a_mode(wrap: Wrap, reentrant: bool) -> None:
@@ -192,7 +185,7 @@ def test_checkpoints_in_a_backward_under_a_mode(wrap: Wrap, reentrant: bool) -> 
     and gradients were wrong."""
     plain, model = twins(wrap, CheckpointedBatchNorm(reentrant), sync_batch_norm=True)
     loss = loss_of(model(torch.randn(8, 5)))
-    with pytest.raises(RuntimeError, match="which do not run now"), DispatchMode():
+    with pytest.raises(RuntimeError, match="which do not run now"), PassingMode():
         loss.backward()
     plain.load_state_dict(model.module.state_dict())
     compare_with_plain(model, plain, torch.randn(8, 5))

@@ -149,20 +149,6 @@ def in_shared_memory(call: Any, root: Any) -> list[torch.Tensor]:
     return train(call, root)
 
 
-def with_optimizer_steps_inside_backward(call: Any, root: Any) -> None:
-    """A hook on each parameter steps its own optimizer as soon as its gradient is there, and drops the gradient."""
-    optimizers = {p: torch.optim.SGD([p], lr=0.1, momentum=0.9) for p in root.parameters()}
-
-    def take_step(parameter: torch.Tensor) -> None:
-        optimizers[parameter].step()
-        optimizers[parameter].zero_grad()
-
-    for parameter in optimizers:
-        parameter.register_post_accumulate_grad_hook(take_step)
-    for x in batches():
-        loss_of(call(x)).backward()
-
-
 def with_parameters_as_one_vector(call: Any, root: Any) -> None:
     """`vector_to_parameters` makes all parameters views of one block of memory; so do flat optimizers."""
     for x in batches():
@@ -210,7 +196,6 @@ TRAININGS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, Any], Any]]] 
     "saved-tensor hooks inside": (lambda: Calls(with_saved_tensor_hooks, block=mlp()), train),
     "traced by fx": (lambda: torch.fx.symbolic_trace(mlp()), train),
     "shared memory": (mlp, in_shared_memory),
-    "an optimizer step inside backward": (mlp, with_optimizer_steps_inside_backward),
     "parameters as one vector": (mlp, with_parameters_as_one_vector),
     "gradients as views of one vector": (mlp, with_gradients_as_views_of_one_vector),
     "meta-learning": (mlp, on_what_it_learns),

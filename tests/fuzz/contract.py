@@ -22,6 +22,8 @@ from fuzz.program import Program, Step
 from fuzz.random_programs import LEFT_OUT, NOT_OF_RANKS
 
 FORMS = ("train", "accumulate", "forwards_one_backward", "no_grad_between")  # of a step
+_ASKED = ("backward_twice", "forwards_backwards", "backward_of_each_output", "backward_of_a_part", "gradients_of_some")
+_TWICE = ("gradient_penalty", "hessian_product")
 _HOOKED = ("linear/plain", "hooked/forward", "hooked/backward")
 # How many replicas, of each rank if there are several, programs have in turn.
 NUMS_OF_REPLICAS = {"one memory": (3, 2), "separate memory": (2, 3), "ranks": (2, 1)}
@@ -45,10 +47,11 @@ def _stated() -> Iterator[tuple[str, Program]]:
         yield f"inputs: {name}", Program(("linear/relu",), every_form, inputs=name)
     for name in (name for name, form in OUTPUTS.items() if not form.said):
         yield f"outputs: {name}", Program(("linear/relu",), every_form, outputs=name)
-    leaves = _steps("losses_that_leave", rows=(7,) * 7)
-    yield "losses that leave forward", Program(("losses/plain", "losses/checkpoint"), leaves)
-    yield "losses that leave a checkpoint", Program(("reentrant losses/reentrant",), leaves)
+    yield "losses that leave forward", Program(("losses/plain", "losses/checkpoint"), _LEAVE)
+    yield "losses that leave a checkpoint", Program(("reentrant losses/reentrant",), _LEAVE)
 
+
+_LEAVE = _steps("losses_that_leave", rows=(7,) * 7)
 
 PROGRAMS = {
     **dict(_stated()),
@@ -59,6 +62,26 @@ PROGRAMS = {
     "an attribute of a weight in a mode": Program(("read attributes/of a weight",), _steps("backward_in_a_mode")),
     "losses that leave two forwards with buffers": Program(  # the second of two ranks has no rows
         ("buffers/in place", "losses/plain"), (Step("losses_that_leave", 7, 81),)
+    ),
+    "losses that leave a wrapper in a wrapper": Program(("losses/plain",), _LEAVE, wraps="twice"),
+    "batch norm, and how backward is asked for": Program(
+        ("batch norm/1d", "linear/relu", "batch norm/2d, channels last"), _steps(*_ASKED), outputs="tuple"
+    ),
+    "batch norm without gradients": Program(
+        ("batch norm/twice", "batch norm/not tracked"), _steps("no_grad", "inference_mode", "eval_between", "train")
+    ),
+    "second derivatives of batch norm": Program(
+        ("batch norm/1d", "inner gradient/kept"), _steps(*_TWICE), optimizer="momentum", residual=True
+    ),
+    "second derivatives of batch norms, also in eval mode": Program(
+        ("batch norm/2d, channels last", "linear/plain", "batch norm/twice"), _steps(*_TWICE, "eval_mode", *_TWICE)
+    ),
+    "second derivatives of weights that are computed or shared": Program(
+        ("normed weight/parametrized spectral_norm", "inner gradient/kept", "tied/weight, layer"), _steps(*_TWICE)
+    ),
+    "maps between changes": Program(
+        ("batch norm/1d", "linear/plain"),
+        _steps("map_batches", "change_values", "map_batches", "replace_parameter", "evaluate", "change_buffers"),
     ),
 }
 

@@ -190,7 +190,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 def form_of(value: Any) -> Any:
     """Return all of an output but the tensors' values, to be compared."""
     if isinstance(value, Tensor):
-        return value.dtype, value.requires_grad
+        return value.dtype, value.requires_grad, value.is_inference()
     children = _children(value)
     if isinstance(value, Mapping):
         return type(value).__name__, list(value), [form_of(child) for child in children]

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import os
 import threading
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -76,7 +77,7 @@ def each_with(values: Iterable[Any], cases: Iterable[tuple[Any, ...]]) -> list[t
     return [(value, *case) for value in values for case in cases]
 
 
-# ---- devices, threads, time ----------------------------------------------------------------------
+# ---- devices, threads, time, warnings ----------------------------------------------------------------------
 
 
 @contextmanager
@@ -115,3 +116,12 @@ def in_threads(num_threads: int, call: Callable[[int], None]) -> None:
         assert not thread.is_alive(), "it hangs"
     if errors:
         raise errors[0]
+
+
+def said_by(call: Callable[[], object], times: int = 3) -> list[warnings.WarningMessage]:
+    """Return the warnings of some calls."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(times):
+            call()
+    return [*said]
