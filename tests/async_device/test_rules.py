@@ -8,7 +8,6 @@ import ctypes
 import os
 import pickle
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -17,38 +16,11 @@ from pathlib import Path
 import pytest
 import torch
 
-import async_device
 from async_device import C, build, held
-
-FIRST, SECOND = torch.device("queued:0"), torch.device("queued:1")
-BLOCK = 4096  # numbers of float32, which fill a block of the allocator
-
+from async_device import stream as on
+from async_device.tools import BLOCK, FIRST, SECOND, child, current, in_thread
 
 pytestmark = pytest.mark.usefixtures("fresh_device")
-
-
-def current(device: torch.device = FIRST) -> torch.Stream:
-    return torch.accelerator.current_stream(device)
-
-
-def on(stream: torch.Stream):
-    return torch.queued.stream(stream)
-
-
-def in_thread(call: Callable[[], object]) -> object:
-    """Return what a call returns in another thread."""
-    results: list[object] = []
-    thread = threading.Thread(target=lambda: results.append(call()))
-    thread.start()
-    thread.join()
-    return results[0]
-
-
-def child(program: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run a program that imports torch and nothing of the tests, with the variables of `environment`."""
-    env = {**os.environ, **async_device.environment(), **variables}
-    command = [sys.executable, "-c", program]
-    return subprocess.run(command, check=False, env=env, capture_output=True, text=True, timeout=120)
 
 
 # ---- streams and events ----------------------------------------------------------------------------------------------
