@@ -14,7 +14,7 @@ from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 from async_device import C
-from async_device.tools import BOTH, FIRST, SECOND, child, current, stalled
+from async_device.tools import BOTH, FIRST, SECOND, child, current, layers, stalled
 from helpers.comparisons import assert_same_gradients
 from helpers.in_time import in_time
 from helpers.modules import Calls, mlp
@@ -29,11 +29,6 @@ STALLED_S = 60.0  # for which a thread waits that should not
 RUNS = 20
 
 pytestmark = pytest.mark.usefixtures("float64")
-
-
-def layers(count: int, width: int) -> nn.Module:
-    """Return some layers on the first device, whose parameters are most of a step's memory."""
-    return nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(count))).to(FIRST)
 
 
 def num_bytes(module: nn.Module) -> int:

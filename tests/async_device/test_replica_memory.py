@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from async_device import C, held, stream
 from async_device.faults import Fault
-from async_device.tools import BOTH, FIRST, SECOND, current, stalled
+from async_device.tools import BOTH, FIRST, SECOND, current, layers, stalled
 from async_device.training import WIDTH, Branches
 from helpers.modules import Calls, mlp
 from unisono import DataParallel
@@ -26,10 +26,6 @@ pytestmark = pytest.mark.usefixtures("float64")
 def _copies_have_been_tested() -> None:
     """The first copy between two devices is followed by a test of it, for which the host waits."""
     devices.copies_arrive(*BOTH)
-
-
-def layers(count: int, width: int) -> nn.Module:
-    return nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(count))).to(FIRST)
 
 
 @torch.no_grad()

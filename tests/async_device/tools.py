@@ -9,12 +9,18 @@ import threading
 from collections.abc import Callable, Iterator
 
 import torch
+from torch import nn
 
 import async_device
 from async_device import C, held
 
 FIRST, SECOND = BOTH = [torch.device("queued:0"), torch.device("queued:1")]
 BLOCK = 4096  # numbers of float32, which fill a block of the allocator
+
+
+def layers(count: int, width: int) -> nn.Module:
+    """Return some layers on the first device, whose parameters are most of a step's memory."""
+    return nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(count))).to(FIRST)
 
 
 def current(device: torch.device = FIRST) -> torch.Stream:

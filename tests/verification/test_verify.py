@@ -1271,16 +1271,6 @@ def test_batch_norm_over_all_replicas_where_there_is_one_accelerator(monkeypatch
 # ---- outputs without tensors ---------------------------------------------------------------------
 
 
-class Value:
-    """An output of a class that can be iterated over, and made anew from its items."""
-
-    def __init__(self, items: Any) -> None:
-        self.items = [*items]
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.items)
-
-
 def floats(x: torch.Tensor) -> list[float]:
     return [float(each) for each in x[:, 0]]
 
