@@ -48,17 +48,6 @@ def test_a_stream_runs_its_kernels_in_order() -> None:
     assert x.item() == expected
 
 
-def test_streams_do_not_wait_for_each_other() -> None:
-    side, x = torch.Stream(FIRST), torch.zeros(4, device=FIRST)
-    torch.accelerator.synchronize(0)
-    with held(current()):
-        with on(side):
-            y = x + 1
-            side.synchronize()  # the first stream is still held
-        assert not current().query()
-    assert y.tolist() == [1, 1, 1, 1]
-
-
 @pytest.mark.parametrize("device", [FIRST, SECOND], ids=str)
 @pytest.mark.parametrize("wait", ["wait_stream", "wait_event", "event.wait", "none"])
 def test_a_stream_that_waits_and_one_that_does_not(device: torch.device, wait: str) -> None:

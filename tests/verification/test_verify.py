@@ -603,6 +603,18 @@ CASES = [
     Case(  # a metric: it said "same", and the metric stayed 0
         nn.Sequential(Running(), nn.Linear(5, 2)), ROWS, Cause.ATTRIBUTES_OF_REPLICAS, "updates 0.total", "0"
     ),
+    Case(  # a buffer with an entry a row
+        Calls(lambda self, x: setattr(self, "last", x.detach().clone()) or x, last=nn.Buffer(torch.zeros(9, 5))), ROWS,
+        Cause.FIRST_REPLICAS_BUFFERS, "those of the other replicas are missing: return it from forward",
+    ),
+    Case(  # the submodule that loses the axis of its rows
+        nn.Sequential(nn.Linear(5, 1), nn.Sequential(nn.ReLU(), calls(lambda self, x: x.squeeze())), nn.Tanh()),
+        ROWS[:3], Cause.LOST_AXIS, "in a replica with one row", "1.1",
+    ),
+    Case(  # in one of several inputs: no other way to split them gives one device's numbers
+        calls(lambda self, x, y: x - x.mean(0) + y), (ROWS[:4], ROWS[4:8]), Cause.ROWS_INTERACT,
+        "depends on other rows",
+    ),
     Case(  # a number of rows, assigned to what was None: all replicas assign the same, so it stays
         Calls(lambda self, x: setattr(self, "size", x.numel()) or self.layer(x), layer=LINEAR, size=None), ROWS[:8],
         Cause.ATTRIBUTES_OF_REPLICAS, "updates size",
@@ -632,7 +644,7 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.cause}: {case.says}")
 def test_causes(case: Case) -> None:
-    """G6, N4, N5, R6: what differs from one device is found, and named with its cause."""
+    """G6, N4, N5, N14, R5, R6, S18: what differs from one device is found, and named with its cause."""
     with no_warning_about_scalars():
         report = compared(case.model, case.inputs)
     assert not report.same
@@ -1196,12 +1208,6 @@ def test_an_input_that_goes_whole_and_may_have_rows(whole: Any) -> None:
     )
 
 
-def test_rows_that_interact_in_one_of_several_inputs() -> None:
-    """S18: no other way to split the inputs gives one device's numbers."""
-    report = compared(calls(lambda self, x, y: x - x.mean(0) + y), (torch.randn(4, 5), torch.randn(4, 5)))
-    assert report.cause == Cause.ROWS_INTERACT
-
-
 # ---- no errors of verify's own -----------------------------------------------------------------------
 
 
@@ -1223,13 +1229,6 @@ def test_an_output_without_its_axis_of_rows(model: nn.Module, rows: int, path: s
         f"output{path} has shape {one} on one device, but {shard} in a replica with one row" in report.findings[0].text
     )
     assert str(report)
-
-
-def test_the_submodule_is_named_that_loses_the_axis() -> None:
-    """N14"""
-    model = nn.Sequential(nn.Linear(5, 1), nn.Sequential(nn.ReLU(), calls(lambda self, x: x.squeeze())), nn.Tanh())
-    report = compared(model, torch.randn(3, 5))
-    assert (report.cause, report.first_module) == (Cause.LOST_AXIS, "1.1")
 
 
 def test_a_default_device_without_data() -> None:
@@ -1419,20 +1418,6 @@ def test_what_all_replicas_write_into(forward: Any, name: str) -> None:
     said = [finding for finding in report.findings if finding.cause is Cause.ATTRIBUTES_OF_REPLICAS]
     assert [finding.mode for finding in said] == [*BOTH]
     assert all(f"forward updates {name}" in finding.text for finding in said)
-
-
-def test_a_buffer_with_an_entry_a_row() -> None:
-    """R5: the first replica has its own rows only."""
-
-    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-        self.last = x.detach().clone()
-        return x
-
-    model = calls(forward)
-    model.register_buffer("last", torch.zeros(9, 5))
-    report = compared(model, ROWS)
-    assert report.cause is Cause.FIRST_REPLICAS_BUFFERS
-    assert all("those of the other replicas are missing: return it from forward" in f.text for f in report.findings)
 
 
 @pytest.mark.parametrize("returned", [torch.Tensor.detach, torch.Tensor.item])
