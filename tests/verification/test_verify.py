@@ -10,7 +10,7 @@ import random
 import threading
 import types
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from functools import partial
@@ -278,18 +278,15 @@ REMEDIES: list[tuple[nn.Module, Any, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("model", "inputs", "options"), [*((*kind, {}) for kind in KINDS), *REMEDIES])
+WARNED = pytest.mark.filterwarnings("ignore:Each replica returned a scalar")  # where `scalars` is left out
+
+
+@pytest.mark.parametrize(
+    ("model", "inputs", "options"),
+    [*((*kind, {}) for kind in KINDS), *(pytest.param(*each, marks=WARNED) for each in REMEDIES)],
+)
 def test_models_of_many_kinds_are_the_same(model: nn.Module, inputs: Any, options: dict[str, Any]) -> None:
-    with no_warning_about_scalars():
-        assert compared(model, inputs, **options).differences == ()
-
-
-@contextlib.contextmanager
-def no_warning_about_scalars() -> Iterator[None]:
-    """Where `scalars` is left out, a loss in forward is warned about, once."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Each replica returned a scalar")
-        yield
+    assert compared(model, inputs, **options).differences == ()
 
 
 def test_the_precision_is_that_of_the_coarsest_type() -> None:
@@ -642,11 +639,11 @@ CASES = [
 ]  # fmt: skip
 
 
+@WARNED
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.cause}: {case.says}")
 def test_causes(case: Case) -> None:
     """G6, N4, N5, N14, R5, R6, S18: what differs from one device is found, and named with its cause."""
-    with no_warning_about_scalars():
-        report = compared(case.model, case.inputs)
+    report = compared(case.model, case.inputs)
     assert not report.same
     assert not report.explained
     assert (report.first_module, report.cause) == (case.module, case.cause)
