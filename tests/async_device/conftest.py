@@ -22,13 +22,13 @@ def fresh_device(collector_off: None) -> Iterator[None]:
 
 
 @pytest.fixture
-def delays() -> Iterator[Callable[[int], None]]:
+def delays() -> Iterator[Callable[..., None]]:
     """Return what begins random delays of kernels, given a seed; they end with the test."""
     from async_device import C  # makes the devices
 
-    def delay(seed: int) -> None:
+    def delay(seed: int, longest_us: int = 500) -> None:
         C.set_seed(seed)
-        C.set_delay(500, 30)
+        C.set_delay(longest_us, 30)
 
     yield delay
     C.set_delay(0, 30)

@@ -40,6 +40,20 @@ _MADE = "self._made.append((here, [tensor]))"
 _WAIT = "event.let_wait(torch.accelerator.current_stream(self._devices[reader]))"
 _MAKERS = "wait_for_maker(stream, (t for t in tensors if t is not None and t.device == stream.device))"
 
+# Of maps, which a map shows sooner than the training.
+MAP_FAULTS = {
+    "a mapped output is used before its copy has ended": Fault(LaneOutput, "given", "self.copies.wait_copies(0)"),
+    "a mapped output is copied to the host before it is computed": Fault(
+        CopiesToHost, "begin", "_devices.wait_stream(stream, computing)"
+    ),
+    "no record_stream of a mapped output on the copy stream": Fault(
+        CopiesToHost, "begin", "tensor.record_stream(stream)"
+    ),
+    "a lane does not wait until its output is on the host": Fault(
+        LaneOutput, "arrived", "copies.have_ended(wait=True)"
+    ),
+}
+
 FAULTS = {
     # A wait for a stream or an event is missing.
     "the copy does not wait for what makes its source": Fault(
@@ -57,10 +71,6 @@ FAULTS = {
     "the gradients of inputs, or of a loss that left forward, are joined before they are computed": Fault(
         gradient_sums, "wait_for_makers", _MAKERS
     ),
-    "a mapped output is used before its copy has ended": Fault(LaneOutput, "given", "self.copies.wait_copies(0)"),
-    "a mapped output is copied to the host before it is computed": Fault(
-        CopiesToHost, "begin", "_devices.wait_stream(stream, computing)"
-    ),
     # Memory is freed, and used again, too early.
     "no record_stream of a copy on its reader's stream": Fault(
         Copies, "to", "copy.record_stream(self._computing[target])"
@@ -70,13 +80,7 @@ FAULTS = {
     "no record_stream of the gradients of inputs, or of a loss that left forward": Fault(
         gradient_sums, "wait_for_makers", _MAKERS, "wait_for_maker(stream, [])"
     ),
-    "no record_stream of a mapped output on the copy stream": Fault(
-        CopiesToHost, "begin", "tensor.record_stream(stream)"
-    ),
     # The host reads too early.
-    "a lane does not wait until its output is on the host": Fault(
-        LaneOutput, "arrived", "copies.have_ended(wait=True)"
-    ),
     "a copy to the host is not waited for": Fault(devices, "copied_to", "non_blocking=not wait", "non_blocking=True"),
     "a begun copy to the host is not waited for": Fault(devices, "queued_work", "queued.wait()"),
     # The caller's buffers are written into again before they have been read.
@@ -84,6 +88,7 @@ FAULTS = {
         Copies, "join", "_devices.wait_stream(torch.accelerator.current_stream(device), stream)"
     ),
     "a batch in pinned memory may be overwritten too early": Fault(Copies, "__exit__", "event.wait()"),
+    **MAP_FAULTS,
 }
 
 # Each with the ranks, of two, in which it is planted.

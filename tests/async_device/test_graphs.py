@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from async_device import C, held
+from async_device import stream as on
+from async_device.tools import BLOCK, FIRST, SECOND, current, in_thread
 
-FIRST, SECOND = torch.device("queued:0"), torch.device("queued:1")
-BLOCK = 4096  # numbers of float32, which fill a block of the allocator
 NOT_PERMITTED = "operation not permitted when stream is capturing"
 INVALID = "operation failed due to a previous error during capture"
 
@@ -35,14 +35,6 @@ def stream() -> Iterator[torch.Stream]:
         yield new
 
 
-def current(device: torch.device = FIRST) -> torch.Stream:
-    return torch.accelerator.current_stream(device)
-
-
-def on(stream: torch.Stream) -> contextlib.AbstractContextManager[None]:
-    return torch.queued.stream(stream)
-
-
 @contextlib.contextmanager
 def captured(graph: torch.accelerator.Graph) -> Iterator[None]:
     """Capture without the synchronisation that `with graph:` begins with."""
@@ -60,22 +52,6 @@ def captured_in_vain(graph: torch.accelerator.Graph) -> Iterator[None]:
     yield
     with pytest.raises(RuntimeError, match=INVALID):
         graph.capture_end()
-
-
-def in_thread(call: Callable[[], object]) -> object:
-    """Return what a call returns, or raises, in another thread."""
-    results: list[object] = []
-
-    def run() -> None:
-        try:
-            results.append(call())
-        except RuntimeError as error:
-            results.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    return results[0]
 
 
 def reserved() -> tuple[int, int]:

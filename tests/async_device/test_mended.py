@@ -1,16 +1,9 @@
 """Defects on accelerators that are mended, each with its letter or number: each test states the right outcome."""
 
-import contextlib
 import copy
-import os
-import subprocess
-import sys
-import textwrap
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from subprocess import PIPE
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
-from async_device import C, held
-from async_device.training import sum_of_branches
+from async_device import C
+from async_device.tools import BOTH, FIRST, SECOND, child, current, layers, stalled
 from helpers.comparisons import assert_same_gradients
 from helpers.in_time import in_time
 from helpers.modules import Calls, mlp
@@ -32,61 +25,10 @@ from unisono.distributed.process_group import Communicator
 from unisono.runtime import devices
 from unisono.runtime.devices import Event
 
-FIRST, SECOND = BOTH = [torch.device("queued:0"), torch.device("queued:1")]
 STALLED_S = 60.0  # for which a thread waits that should not
-PROGRAM_S = 100.0  # after which a program hangs
 RUNS = 20
 
 pytestmark = pytest.mark.usefixtures("float64")
-
-
-@pytest.fixture
-def delays() -> Iterator[None]:
-    C.set_delay(500, 30)
-    yield
-    C.set_delay(0, 30)
-    C.synchronize_all()
-
-
-@contextlib.contextmanager
-def stalled(*devices: torch.device) -> Iterator[None]:
-    """Within the context, the calling thread's streams on these devices do nothing."""
-    with contextlib.ExitStack() as stack:
-        stack.callback(synchronize)
-        for device in devices:
-            stack.enter_context(held(torch.accelerator.current_stream(device)))
-        yield
-
-
-def synchronize() -> None:
-    for device in BOTH:
-        torch.accelerator.synchronize(device)
-
-
-def run_programs(script: str, environments: list[dict[str, str]]) -> list[subprocess.CompletedProcess[str]]:
-    """Run a script in several processes at once, each with variables of its own. Those that hang are killed."""
-    folders = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])}
-    command = [sys.executable, "-c", textwrap.dedent(script)]
-    running = [
-        subprocess.Popen(command, env={**os.environ, **folders, **each}, stdout=PIPE, stderr=PIPE, text=True)
-        for each in environments
-    ]
-    try:
-        written = [each.communicate(timeout=PROGRAM_S) for each in running]
-        if any("ImportError" in err or "ModuleNotFoundError" in err for _, err in written):
-            raise RuntimeError(f"the program of a test does not run: {written}")  # which is no expected failure
-        return [subprocess.CompletedProcess(command, p.returncode, *w) for p, w in zip(running, written, strict=True)]
-    except subprocess.TimeoutExpired:
-        raise AssertionError("it hangs") from None
-    finally:
-        for each in running:
-            each.kill()
-            each.communicate()
-
-
-def layers(count: int, width: int) -> nn.Module:
-    """Return some layers on the first device, whose parameters are most of a step's memory."""
-    return nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(count))).to(FIRST)
 
 
 def num_bytes(module: nn.Module) -> int:
@@ -101,18 +43,6 @@ def assert_trains_as_plain(module: nn.Module, step: Callable[[nn.Module], object
     assert_same_gradients(module, plain, 1e-10)
 
 
-def test_1_a_compiled_module_trains() -> None:
-    net = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Tanh()) for _ in range(8)))
-    x, interval = torch.randn(12, 8).to(FIRST), sys.getswitchinterval()
-    model = DataParallel(torch.compile(net.to(FIRST), backend="aot_eager"), BOTH)
-    sys.setswitchinterval(1e-5)
-    try:
-        for _ in range(RUNS):
-            model(x).pow(2).sum().backward()
-    finally:
-        sys.setswitchinterval(interval)
-
-
 def test_g_a_host_that_runs_ahead_needs_no_more_memory() -> None:
     module = layers(4, 64)
     model, x = DataParallel(module, BOTH), torch.randn(8, 64).to(FIRST)
@@ -123,7 +53,7 @@ def test_g_a_host_that_runs_ahead_needs_no_more_memory() -> None:
 
     for _ in range(2):
         step()
-        synchronize()
+        C.synchronize_all()
     before = [*map(torch.accelerator.memory_reserved, BOTH)]
     with stalled(*BOTH):
         for _ in range(6):
@@ -132,23 +62,12 @@ def test_g_a_host_that_runs_ahead_needs_no_more_memory() -> None:
     assert more <= num_bytes(module)
 
 
-def test_b_backward_inside_forward() -> None:
-    def forward(net: nn.Module, x: Tensor) -> Tensor:
-        y = net.linear(x)
-        y.pow(2).sum().backward()
-        return y.detach()
-
-    x = torch.randn(12, 16).to(FIRST)
-    assert_trains_as_plain(Calls(forward, linear=nn.Linear(16, 4)), lambda net: net(x))
-
-
-@pytest.mark.usefixtures("delays")
-def test_c_several_forwards_before_a_backward_have_the_same_bits_each_time() -> None:
+def test_c_several_forwards_before_a_backward_have_the_same_bits_each_time(delays: Callable[[int], None]) -> None:
     model = DataParallel(mlp().to(FIRST), BOTH)
     batches = [torch.randn(8, 5).to(FIRST) for _ in range(6)]
     expected: list[Tensor] = []
     for seed in range(1, RUNS + 1):
-        C.set_seed(seed)
+        delays(seed)
         model.zero_grad()
         sum(model(x).pow(2).mean() for x in batches).backward()
         found = [parameter.grad.cpu() for parameter in model.parameters() if parameter.grad is not None]
@@ -163,11 +82,11 @@ def test_f_several_forwards_before_a_backward_need_one_set_of_gradients() -> Non
     def peak_bytes(num_forwards: int) -> int:
         model.zero_grad()
         loss = sum(model(x).pow(2).mean() for _ in range(num_forwards))
-        synchronize()
+        C.synchronize_all()
         before = torch.accelerator.memory_allocated(FIRST)
         torch.accelerator.reset_peak_memory_stats(FIRST)
         loss.backward()
-        synchronize()
+        C.synchronize_all()
         return torch.accelerator.max_memory_allocated(FIRST) - before
 
     peak_bytes(1)
@@ -221,11 +140,14 @@ def test_7_a_checkpoint_around_the_wrapper_draws_the_same_again(
 def test_h_a_device_that_is_not_used_gets_no_context() -> None:
     """An event was recorded, waited for, or freed while another device was current."""
     script = """
-        import os, async_device, torch, unisono
+        import os, torch, async_device, unisono
         net = torch.nn.Linear(4, 4).to("queued:1")
+        x = torch.randn(8, 4)
+        for batch in (x, x.pin_memory()):
+            unisono.DataParallel(net, ["queued:1"])(batch).sum().backward()
+        print([async_device.C.has_context(i) for i in range(3)])
         for output_device in ("queued:1", "cpu"):
             model = unisono.DataParallel(net, ["queued:1", "queued:2"], output_device=output_device)
-            x = torch.randn(8, 4)
             for batch in (x, x.pin_memory(), x.to("queued:1"), x.to("queued:2")):
                 model(batch).sum().backward()
             with model.profile() as profile:
@@ -236,8 +158,8 @@ def test_h_a_device_that_is_not_used_gets_no_context() -> None:
         print([async_device.C.has_context(i) for i in range(3)], flush=True)
         os._exit(0)  # torch's device threads can still refer to Python at exit, and abort
     """
-    (done,) = run_programs(script, [{"QUEUED_DEVICES": "3"}])
-    assert (done.returncode, done.stdout, done.stderr) == (0, "[False, True, True]\n", "")
+    done = child(script, QUEUED_DEVICES="3")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "[False, True, False]\n[False, True, True]\n", "")
 
 
 def test_j_a_second_forward_makes_one_copy_a_bucket_and_a_map_makes_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -288,42 +210,22 @@ def test_m_a_lane_prepares_the_next_batch_before_its_output_is_on_the_host() -> 
     assert is_prepared
 
 
-def test_l_one_device_and_a_batch_on_the_host() -> None:
+@pytest.mark.parametrize("pinned", [False, True])
+def test_l_one_device_and_a_batch_on_the_host(pinned: bool) -> None:
     model, x = DataParallel(mlp().to(FIRST), [FIRST]), torch.randn(8, 5)
+    x = x.pin_memory() if pinned else x
     model(x)
     with stalled(FIRST):
         in_time(lambda: model(x), STALLED_S)
 
 
-def test_l_one_device_and_a_batch_in_pinned_memory() -> None:
-    model, x = DataParallel(mlp().to(FIRST), [FIRST]), torch.randn(8, 5).pin_memory()
-    model(x)
-    with stalled(FIRST):
-        in_time(lambda: model(x), STALLED_S)
-
-
-@pytest.mark.usefixtures("delays")
+@pytest.mark.usefixtures("fresh_device")
 def test_l_one_device_and_pinned_memory_that_the_device_still_writes() -> None:
     model, x = DataParallel(nn.Identity(), [FIRST]), torch.zeros(8, 5).pin_memory()
     written = torch.ones(8, 5).to(FIRST)
     C.set_delay(20_000, 100)  # each kernel is late
     x.copy_(written, non_blocking=True)
     assert model(x).eq(1).all()
-
-
-def test_n_maps_compute_in_the_same_threads() -> None:
-    threads: list[set[threading.Thread]] = []
-
-    def forward(net: nn.Module, x: Tensor) -> Tensor:
-        threads[-1].add(threading.current_thread())
-        return x + 1
-
-    model = DataParallel(Calls(forward), BOTH, timeout=100)
-    for _ in range(2):
-        threads.append(set())
-        for _ in model.map([torch.randn(8, 5).to(FIRST)] * 8):
-            pass
-    assert threads[0] & threads[1]
 
 
 def test_i_broadcasts_at_wrapping_need_little_memory() -> None:
@@ -377,15 +279,6 @@ def test_p_an_out_of_memory_error_in_backward_names_its_replica() -> None:
     assert "replica 1 on queued:1" in "".join(getattr(caught.value, "__notes__", []))
 
 
-@pytest.mark.usefixtures("delays")
-def test_5_branches_on_streams_of_their_own_with_replicas_on_one_device() -> None:
-    x = torch.randn(12, 5).to(FIRST)
-    for seed in range(1, RUNS + 1):
-        C.set_seed(seed)
-        net = Calls(sum_of_branches, left=mlp(), right=mlp())
-        assert_trains_as_plain(net, lambda net: net(x).pow(2).sum().backward(), [FIRST] * 3)
-
-
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match:UserWarning")  # as is meant
 @pytest.mark.parametrize("devices", [[FIRST], [FIRST] * 2, BOTH, [FIRST, *BOTH]], ids=str)
 @pytest.mark.parametrize("of", ["input", "parameter"])
@@ -403,36 +296,23 @@ def test_a_backward_on_other_streams_than_forward(devices: list[torch.device], o
 
     net = Calls(forward, scale=nn.Parameter(torch.ones(8)), kept=[]).to(FIRST)
     model, x = DataParallel(net, devices), torch.ones(12, 8, device=FIRST)
-    here, side = torch.accelerator.current_stream(FIRST), torch.Stream(FIRST)
+    here, side = current(), torch.Stream(FIRST)
     for _ in range(2):
         markers.append(C.Marker())
         net.kept.clear()
         v = torch.ones(8, device=FIRST, requires_grad=of == "input")
         model.zero_grad()
-        synchronize()
+        C.synchronize_all()
         with torch.get_device_module(FIRST).stream(side):
             y = model(x * v)
             loss = torch.stack([each.sum().to(FIRST) for each in net.kept]).sum() if left else y.sum()
-        synchronize()
+        C.synchronize_all()
         loss.backward()
         found = (v if of == "input" else net.scale).grad * 1
         is_early = here.query()
         markers[-1].set()
         assert not is_early
         assert found.cpu().eq(24 if of == "input" else 12).all()
-
-
-def test_one_device_and_a_batch_on_the_host_make_no_context_on_another_device() -> None:
-    script = """
-        import os, async_device, torch, unisono
-        model = unisono.DataParallel(torch.nn.Linear(4, 4).to("queued:1"), ["queued:1"])
-        for x in (torch.randn(8, 4), torch.randn(8, 4).pin_memory()):
-            model(x).sum().backward()
-        print([async_device.C.has_context(i) for i in range(2)], flush=True)
-        os._exit(0)  # torch's device threads can still refer to Python at exit, and abort
-    """
-    (done,) = run_programs(script, [{"QUEUED_DEVICES": "2"}])
-    assert (done.stdout, done.stderr) == ("[False, True]\n", "")
 
 
 def test_one_device_and_a_batch_on_the_host_under_a_transform() -> None:

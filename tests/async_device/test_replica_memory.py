@@ -2,7 +2,7 @@
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -10,40 +10,22 @@ from torch import Tensor, nn
 
 from async_device import C, held, stream
 from async_device.faults import Fault
+from async_device.tools import BOTH, FIRST, SECOND, current, layers, stalled
 from async_device.training import WIDTH, Branches
 from helpers.modules import Calls, mlp
 from unisono import DataParallel
 from unisono.runtime import devices
 from unisono.runtime.streams import Copies
 
-FIRST, SECOND = BOTH = [torch.device("queued:0"), torch.device("queued:1")]
 NUM_STEPS = 6  # by which the host runs ahead
 
 pytestmark = pytest.mark.usefixtures("float64")
-
-
-@contextlib.contextmanager
-def stalled(*streams: torch.Stream) -> Iterator[None]:
-    """Within the context these streams do nothing."""
-    with contextlib.ExitStack() as stack:
-        stack.callback(C.synchronize_all)
-        for each in streams:
-            stack.enter_context(held(each))
-        yield
 
 
 @pytest.fixture(autouse=True)
 def _copies_have_been_tested() -> None:
     """The first copy between two devices is followed by a test of it, for which the host waits."""
     devices.copies_arrive(*BOTH)
-
-
-def compute_streams() -> list[torch.Stream]:
-    return [torch.accelerator.current_stream(device) for device in BOTH]
-
-
-def layers(count: int, width: int) -> nn.Module:
-    return nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(count))).to(FIRST)
 
 
 @torch.no_grad()
@@ -77,9 +59,9 @@ def test_a_host_that_runs_ahead_overwrites_nothing_that_is_still_read(train: boo
     module, x = mlp().to(FIRST), torch.randn(12, 5).to(FIRST)
     expected = steps_ahead(copy.deepcopy(module), x, train)
     model = DataParallel(module, BOTH, output_device=output)
-    for streams in ([], compute_streams()[1:], compute_streams()):
+    for late in ([], [SECOND], BOTH):
         values = copy.deepcopy(module.state_dict())
-        with stalled(*streams):
+        with stalled(*late):
             found = steps_ahead(model, x, train)
         for one, other in zip(found, expected, strict=True):
             torch.testing.assert_close(one.to(FIRST), other, rtol=1e-9, atol=1e-9)
@@ -106,7 +88,7 @@ def assert_nothing_is_overwritten_without_outputs(plant: Callable[[], None] = la
         found.clear()
         C.synchronize_all()
         plant()
-        with stalled(compute_streams()[1]):
+        with stalled(SECOND):
             for number in range(NUM_STEPS):
                 write_through_data(module, number)
                 expected.append(module.layers(x)[6:])
@@ -150,7 +132,7 @@ def test_forwards_on_other_streams_of_the_caller() -> None:
     with contextlib.ExitStack() as stack, torch.no_grad():
         model(x)  # makes the replicas
         C.synchronize_all()
-        for number, each in enumerate([compute_streams()[1], own]):
+        for number, each in enumerate([current(SECOND), own]):
             write_through_data(module, number)
             expected.append(module(x))
             if number == 0:
@@ -169,7 +151,7 @@ def test_a_model_that_is_deleted_while_its_replicas_still_compute() -> None:
     with torch.no_grad():
         model(x)  # a first step waits for the devices
     C.synchronize_all()
-    with stalled(*compute_streams()), torch.no_grad():
+    with stalled(*BOTH), torch.no_grad():
         found = model(x)
         del model
         others = [torch.full((n,), torch.nan, device=SECOND) for n in (8, 64, 512)]
@@ -196,7 +178,7 @@ def test_parameters_take_no_memory_for_the_steps_by_which_the_host_is_ahead(trai
         step()
         C.synchronize_all()
     before = [torch.accelerator.memory_reserved(device) for device in BOTH]
-    with stalled(*compute_streams()):
+    with stalled(*BOTH):
         for _ in range(NUM_STEPS):
             step()
         after = [torch.accelerator.memory_reserved(device) for device in BOTH]

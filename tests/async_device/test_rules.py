@@ -8,7 +8,6 @@ import ctypes
 import os
 import pickle
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -17,38 +16,11 @@ from pathlib import Path
 import pytest
 import torch
 
-import async_device
 from async_device import C, build, held
-
-FIRST, SECOND = torch.device("queued:0"), torch.device("queued:1")
-BLOCK = 4096  # numbers of float32, which fill a block of the allocator
-
+from async_device import stream as on
+from async_device.tools import BLOCK, FIRST, SECOND, child, current, in_thread
 
 pytestmark = pytest.mark.usefixtures("fresh_device")
-
-
-def current(device: torch.device = FIRST) -> torch.Stream:
-    return torch.accelerator.current_stream(device)
-
-
-def on(stream: torch.Stream):
-    return torch.queued.stream(stream)
-
-
-def in_thread(call: Callable[[], object]) -> object:
-    """Return what a call returns in another thread."""
-    results: list[object] = []
-    thread = threading.Thread(target=lambda: results.append(call()))
-    thread.start()
-    thread.join()
-    return results[0]
-
-
-def child(program: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run a program that imports torch and nothing of the tests, with the variables of `environment`."""
-    env = {**os.environ, **async_device.environment(), **variables}
-    command = [sys.executable, "-c", program]
-    return subprocess.run(command, check=False, env=env, capture_output=True, text=True, timeout=120)
 
 
 # ---- streams and events ----------------------------------------------------------------------------------------------
@@ -74,17 +46,6 @@ def test_a_stream_runs_its_kernels_in_order() -> None:
     for i in range(1, 30):
         expected = (expected * 3 + i) % 1_000_003
     assert x.item() == expected
-
-
-def test_streams_do_not_wait_for_each_other() -> None:
-    side, x = torch.Stream(FIRST), torch.zeros(4, device=FIRST)
-    torch.accelerator.synchronize(0)
-    with held(current()):
-        with on(side):
-            y = x + 1
-            side.synchronize()  # the first stream is still held
-        assert not current().query()
-    assert y.tolist() == [1, 1, 1, 1]
 
 
 @pytest.mark.parametrize("device", [FIRST, SECOND], ids=str)

@@ -15,13 +15,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from async_device import C, stream
+from async_device.tools import BOTH, FIRST, SECOND, current
 from helpers.modules import Calls
 from helpers.ranks import own_devices, run_ranks
 from unisono import DataParallel
 from unisono.inference.lane_choice import LaneChoice
 from unisono.runtime import devices
-
-FIRST, SECOND = BOTH = [torch.device("queued:0"), torch.device("queued:1")]
 
 pytestmark = [
     pytest.mark.usefixtures("float64"),
@@ -32,12 +31,7 @@ pytestmark = [
 @pytest.fixture(autouse=True)
 def _ended() -> Iterator[None]:
     yield
-    synchronize()
-
-
-def synchronize() -> None:
-    for device in BOTH:
-        torch.accelerator.synchronize(device)
+    C.synchronize_all()
 
 
 # torch has 32 streams, and gives them out again: one of the library's among them must not wait for a marker.
@@ -47,7 +41,7 @@ _sides = {device: itertools.cycle([torch.Stream(device) for _ in range(3)]) for 
 def side_of(device: torch.device) -> torch.Stream:
     """Return another stream than last time, which waits for the current one."""
     side = next(_sides[device])
-    side.wait_stream(torch.accelerator.current_stream(device))
+    side.wait_stream(current(device))
     return side
 
 
@@ -70,7 +64,7 @@ def is_early(rank: int, how: str) -> list[tuple[bool, float]]:
         return y
 
     net = Calls(forward, scale=nn.Parameter(torch.ones(8, dtype=torch.float64))).to(device)
-    model, here = DataParallel(net, [device]), torch.accelerator.current_stream(device)
+    model, here = DataParallel(net, [device]), current(device)
     x = torch.full((4, 8), rank + 1.0, dtype=torch.float64, device=device)
     for step in range(3):
         markers.append(C.Marker())
@@ -115,7 +109,7 @@ def test_grad_of_a_backward_inside_forward_on_another_stream() -> None:
             y.sum().backward()
             net.found[x.device.index] = net.scale.grad * 1
         early.append(side.query())
-        torch.accelerator.current_stream(x.device).wait_stream(side)
+        current(x.device).wait_stream(side)
         return x * net.scale
 
     net = Calls(forward, scale=nn.Parameter(torch.ones(8)), found={}).to(FIRST)
@@ -128,7 +122,7 @@ def test_grad_of_a_backward_inside_forward_on_another_stream() -> None:
             model(x)
     finally:
         marker.set()
-    synchronize()
+    C.synchronize_all()
     assert not any(early)
     assert {i: float(each.cpu().sum()) for i, each in net.found.items()} == {0: 6 * 3 * 8.0, 1: 6 * 3 * 8.0}
 
@@ -149,14 +143,14 @@ def test_gradients_that_are_in_no_bucket_with_forward_on_another_stream(used: li
 
     net = Calls(forward, scale=nn.Parameter(torch.ones(8, device=FIRST).as_subclass(OfSubclass)))
     model, x = DataParallel(net, used), torch.ones(12, 8, device=FIRST)
-    here = torch.accelerator.current_stream(FIRST)
+    here = current(FIRST)
     for _ in range(2):
         markers.append(C.Marker())
         net.scale.grad = None
-        synchronize()
+        C.synchronize_all()
         with stream(side_of(FIRST)):
             loss = model(x).sum()
-        synchronize()
+        C.synchronize_all()
         loss.backward()
         found = net.scale.grad * 1
         early = here.query()
@@ -168,7 +162,7 @@ def test_gradients_that_are_in_no_bucket_with_forward_on_another_stream(used: li
 @pytest.mark.parametrize("used", [[FIRST] * 2, BOTH], ids=str)
 def test_gradients_of_replicas_stay_until_they_are_joined(used: list[torch.device]) -> None:
     """`torch.autograd.grad` on another stream than forward: the replicas' gradients were freed on forward's."""
-    marker, here = C.Marker(), torch.accelerator.current_stream(FIRST)
+    marker, here = C.Marker(), current(FIRST)
 
     def forward(net: nn.Module, x: Tensor) -> Tensor:
         y = (x * net.scale).pow(3)
@@ -187,7 +181,7 @@ def test_gradients_of_replicas_stay_until_they_are_joined(used: list[torch.devic
     here.wait_stream(side)
     of_x, of_scale = torch.autograd.grad(loss, (x, net.scale))
     marker.set()
-    synchronize()
+    C.synchronize_all()
     assert of_x.cpu().eq(3).all()
     assert of_scale.cpu().eq(36).all()
 
@@ -211,7 +205,7 @@ def test_a_backward_that_is_rescued_on_another_stream_than_forward(monkeypatch: 
     model, base = DataParallel(net.to(FIRST), [FIRST] * 2, rescue=True), torch.ones(12, 8, device=FIRST)
     for _ in range(3):  # the first steps look at values, for which the host waits
         model(base).sum().backward()
-    synchronize()
+    C.synchronize_all()
     net.scale.grad = None
     errors.append(torch.OutOfMemoryError("as is meant"))
     side = side_of(FIRST)
@@ -223,7 +217,7 @@ def test_a_backward_that_is_rescued_on_another_stream_than_forward(monkeypatch: 
     loss.backward()
     found = net.scale.grad * 1
     marker.set()
-    synchronize()
+    C.synchronize_all()
     assert found.cpu().eq(72).all()
 
 
@@ -240,7 +234,7 @@ def test_forward_on_other_streams_with_batch_norm_over_all_replicas(checkpointed
         with contextlib.nullcontext() if side is None else stream(side):
             y = checkpoint(hidden, net, x, use_reentrant=False) if checkpointed else hidden(net, x)
         if side is not None:
-            here = torch.accelerator.current_stream(x.device)
+            here = current(x.device)
             here.wait_stream(side)
             x.record_stream(side)
             y.record_stream(here)
@@ -317,7 +311,7 @@ def test_outputs_of_a_map_each_on_another_stream(used: list[torch.device]) -> No
         found.append(output * 1)
         early.append(side.query())
     marker.set()
-    synchronize()
+    C.synchronize_all()
     assert not any(early[-2:])
     for i, each in enumerate(found, 1):
         assert each.cpu().eq(i + 1).all()
@@ -335,9 +329,9 @@ def test_outputs_of_a_map_stay_for_another_stream(used: list[torch.device]) -> N
         found.append(output * 1)
         del output
     for device in BOTH:
-        torch.accelerator.current_stream(device).synchronize()
+        current(device).synchronize()
     marker.set()
-    synchronize()
+    C.synchronize_all()
     for i, each in enumerate(found, 1):
         assert each.cpu().eq(i + 1).all()
 
@@ -352,7 +346,7 @@ def test_inputs_of_a_map_each_made_on_another_stream(used: list[torch.device], i
     def forward(x: Tensor, number: int) -> Tensor:
         y = x + 1
         if number == late:
-            early.append(any(torch.accelerator.current_stream(x.device).query() for _ in range(1000)))
+            early.append(any(current(x.device).query() for _ in range(1000)))
             marker.set()
         return y
 
@@ -363,7 +357,7 @@ def test_inputs_of_a_map_each_made_on_another_stream(used: list[torch.device], i
             yield torch.full((8,), float(i), device=FIRST) * 1, i
 
     found = [output * 1 for _, output in mapped(used, forward, batches())]
-    synchronize()
+    C.synchronize_all()
     assert early == [False]
     for i, each in enumerate(found, 1):
         assert each.cpu().eq(i + 1).all()

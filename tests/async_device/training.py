@@ -178,8 +178,16 @@ def trained() -> dict[str, Tensor]:
         for name, (copy, is_there) in [(n, devices.begin_copy_to_host(p.data)) for n, p in module.named_parameters()]:
             is_there(True)
             found[name] = copy.clone()
-        for model, where in zip(models, OUTPUTS, strict=True):
-            found |= {f"map to {where}, {i}": y.clone() for i, y in enumerate(model.map([*batches()]))}
+        found |= mapped(module, batches())
+    return {name: tensor.cpu() for name, tensor in found.items()}
+
+
+def mapped(module: nn.Module, batches: Tensor) -> dict[str, Tensor]:
+    """Map batches with the outputs on the first device, on the host and on the second device; return all by name."""
+    found = dict[str, Tensor]()
+    for device, where in zip((None, "cpu", SECOND), OUTPUTS, strict=True):
+        model = DataParallel(module, DEVICES, output_device=device)
+        found |= {f"map to {where}, {i}": y.clone() for i, y in enumerate(model.map([*batches]))}
     return {name: tensor.cpu() for name, tensor in found.items()}
 
 
@@ -205,9 +213,13 @@ def trained_plainly() -> dict[str, Tensor]:
         found |= gradients_of(module, number)
         optimizer.step()
     found |= {name: parameter.detach() for name, parameter in module.named_parameters()}
-    with torch.no_grad():
-        mapped = module(batches())
-    return found | {f"map to {where}, {i}": y for where in OUTPUTS for i, y in enumerate(mapped)}
+    return found | mapped_plainly(module, batches())
+
+
+@torch.no_grad()
+def mapped_plainly(module: nn.Module, batches: Tensor) -> dict[str, Tensor]:
+    outputs = module(batches)
+    return {f"map to {where}, {i}": y for where in OUTPUTS for i, y in enumerate(outputs)}
 
 
 def differences(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 0.0) -> list[str]:

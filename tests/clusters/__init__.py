@@ -5,7 +5,7 @@
     trainings.py     runs of `unisono train`, and how they are compared
     site.py          the folder, the processes and the log of one launcher's checks
     report.py        the table and the log
-    slurm.py, ...    one launcher each: what it needs, and what is run
+    slurm.py, ...    one launcher each, and others.py some: what it needs, and what is run
 
 `python -m clusters` needs an environment of its own, which `make clusters` sets up. `test_clusters.py` needs none of
 the launchers: `make test` runs it.

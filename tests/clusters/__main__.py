@@ -25,22 +25,14 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 
-from clusters import accelerate_launch, dask_cluster, monarch_mesh, mpi, ray_train, slurm, torchrun
+from clusters import mpi, others, ray_train, slurm, torchrun
 from clusters.page import RECORDS, ROOT
 from clusters.part import Check, Part
 from clusters.report import FAILED, Row, table, write_into_page, write_results
 from clusters.site import site
 from helpers.docstring_parser import parser_for
 
-PARTS = (
-    torchrun.PART,
-    slurm.PART,
-    mpi.PART,
-    ray_train.PART,
-    monarch_mesh.PART,
-    accelerate_launch.PART,
-    dask_cluster.PART,
-)
+PARTS = (torchrun.PART, slurm.PART, mpi.PART, ray_train.PART, *others.PARTS)
 RESULTS = ROOT / "clusters-results.md"
 
 

@@ -97,7 +97,7 @@ class Site:
 
     # ---- processes -------------------------------------------------------------------------------
 
-    def run(self, *command: str, limit_s: float = 180, env: Mapping[str, str] = {}, shell: bool = False) -> Ended:
+    def run(self, *command: str, limit_s: float = 180, env: Mapping[str, str] = {}) -> Ended:
         """Run a command in the folder; one that has not ended at the limit is killed, and the check has failed."""
         began = time.monotonic()
         with tempfile.TemporaryFile() as output:

@@ -32,6 +32,7 @@ from fuzz.program import ASYNCHRONOUS, PLACES, Program
 from fuzz.random_programs import random_program
 from fuzz.servers import ProgramServer
 from fuzz.shrink import shrink
+from helpers.docstring_parser import parser_for
 from unisono.console.progress import Progress, for_stdout
 
 _SHRUNK_OF_A_KIND = 2  # how many differences of one kind are made smaller
@@ -58,13 +59,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def parsed(arguments: list[str] | None) -> argparse.Namespace:
-    lines = (__doc__ or "").splitlines()
-    parser = argparse.ArgumentParser(
-        prog="fuzz",
-        description=lines[0],
-        epilog="\n".join(lines[1:]),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_for("fuzz", __doc__)
     parser.add_argument(
         "--place",
         action="append",

@@ -76,12 +76,6 @@ def mlp(dtype: torch.dtype = torch.float64) -> nn.Module:
     ).to(dtype)
 
 
-def conv_net() -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(3, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.ReLU(inplace=True), nn.AdaptiveAvgPool2d(2), nn.Flatten()
-    ).double()
-
-
 def wrapped(plain: nn.Module, placed: Places, **options: Any) -> tuple[nn.Module, DataParallel]:
     """Return the plain module on the first device, and a copy of it wrapped."""
     plain = plain.to(placed[0])

@@ -44,6 +44,8 @@ from unisono.console.progress import Progress, for_stdout
 
 ROOT = Path(__file__).parents[2]
 FOLDER = Path("runs", "mutants")
+_FILE_LIMIT_S = 1200.0  # to record a file of tests
+_MOST_TESTS = 500  # of a mutant that is tried for the first time
 CORE = ("autograd", "engines", "primitives", "leftovers", "runtime", "distributed")
 _OTHERS = (
     "contract",
@@ -66,14 +68,14 @@ def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
         return 0
     recordings = Recordings(root, folder / "recorded", options.tests)
     results = folder / f"{recordings.sources}.jsonl"
-    output = options.output or folder / "table.md"
+    output = folder / "table.md"
     progress = for_stdout()
     workers = Workers(root, folder, options.jobs)
     try:
-        record(recordings, workers, progress, options.file_limit)
+        record(recordings, workers, progress, _FILE_LIMIT_S)
         outcomes = read(results, mutants)
         waiting = [mutant for mutant in mutants if not is_done(outcomes.get(mutant), options)]
-        trials = Trials(root, recordings, options.seconds, options.most)
+        trials = Trials(root, recordings, options.seconds, sys.maxsize if options.survivors else _MOST_TESTS)
         hunt(trials, workers, waiting, outcomes, results, progress)
         status = 0
     except KeyboardInterrupt:
@@ -102,20 +104,14 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--seconds", type=float, default=45.0, metavar="S", help="of tests a mutant, as recorded; default: %(default)g"
     )
-    parser.add_argument("--most", type=int, metavar="N", help="tests a mutant; default: 500, with --survivors all")
-    parser.add_argument(
-        "--file-limit", type=float, default=1200.0, metavar="S", help="to record a file of tests; default: %(default)g"
-    )
     parser.add_argument("--jobs", type=int, default=2, metavar="N", help="mutants at once; default: %(default)s")
-    parser.add_argument("--output", type=Path, metavar="FILE", help=f"for the table; default: {FOLDER / 'table.md'}")
     parser.add_argument(
         "--survivors", action="store_true", help="try survivors again that have not met all their tests"
     )
     parser.add_argument("--list", action="store_true", help="print the mutants, and try none")
     options = parser.parse_args(arguments)
-    options.most = options.most if options.most is not None else sys.maxsize if options.survivors else 500
-    if min(options.count, options.seconds, options.most, options.file_limit, options.jobs) <= 0:
-        parser.error("--count, --seconds, --most, --file-limit and --jobs: expected more than 0")
+    if min(options.count, options.seconds, options.jobs) <= 0:
+        parser.error("--count, --seconds and --jobs: expected more than 0")
     options.files, options.tests = options.files or core, options.tests or TESTS
     return options
 

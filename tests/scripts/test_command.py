@@ -111,13 +111,18 @@ def test_a_script_that_lacks_its_launcher_is_told_so(
     assert "--count-replicas" not in error
 
 
+def launch(monkeypatch: pytest.MonkeyPatch, world_size: int) -> None:
+    """Set what a launcher sets."""
+    launched = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size)}
+    for name, value in {**launched, "MASTER_ADDR": "localhost", "MASTER_PORT": "29400"}.items():
+        monkeypatch.setenv(name, value)
+
+
 def test_a_script_under_a_launcher_is_not_told_to_use_one(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """X5: it has forgotten init_process_group."""
-    launched = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "29400"}
-    for name, value in launched.items():
-        monkeypatch.setenv(name, value)
+    launch(monkeypatch, 1)
     assert run_to_the_end(script("import torch\ntorch.distributed.get_rank()")) == 1
     assert "torchrun" not in capsys.readouterr().err.rpartition("unisono run: ")[2]
 
@@ -619,12 +624,5 @@ model = nn.DataParallel(Net(5, 2))
 
 def test_verify_is_for_one_process(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """X10."""
-    for name, value in {
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": "2",
-        "MASTER_ADDR": "x",
-        "MASTER_PORT": "1",
-    }.items():
-        monkeypatch.setenv(name, value)
+    launch(monkeypatch, 2)
     assert_misused(["run", "--verify", script(WRAPPED)], "--verify compares within one process", capsys)
