@@ -151,7 +151,7 @@ def run(wrapper: Wrapper, method: str | None, inputs: tuple[Any, ...], kwargs: d
         )
     if is_compiling:  # the wrapper, or a model around it: replicas stay out of its graph
         return torch.compiler.disable(_run_uncompiled)(wrapper, method, inputs, kwargs, in_ranks)  # type: ignore[no-untyped-call]
-    return _run_replicas(wrapper, method, inputs, kwargs, in_ranks)
+    return _run_on_devices(wrapper, method, inputs, kwargs, in_ranks)
 
 
 def _is_traced(inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -197,10 +197,10 @@ def _run_uncompiled(
 ) -> Any:
     if not inside_replica():
         log_once(_COMPILED_OUTSIDE)
-    return _run_replicas(wrapper, method, inputs, kwargs, in_ranks)
+    return _run_on_devices(wrapper, method, inputs, kwargs, in_ranks)
 
 
-def _run_replicas(
+def _run_on_devices(
     wrapper: Wrapper, method: str | None, inputs: tuple[Any, ...], kwargs: dict[str, Any], in_ranks: bool
 ) -> Any:
     """Run a call on several devices.
@@ -579,7 +579,7 @@ def on_all_devices(
         call = Call(plan if wrapper._weighed is None else wrapper._weighed(plan), arguments)
         run = None if pool is None else partial(run_step, memory, pool, frozen)
         if ranks is not None and in_ranks:
-            return ranks.run_step(module, call, run, memory)
+            return ranks.run_replicas(module, call, run, memory)
         assert run is not None  # modes that stay are for other ways, then
         return run(call)
     except BaseException as error:

@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import pack_sequence
 
 from unisono.runtime import draws_off
 from unisono.runtime.draws_off import DrawsOff, are_off
-from unisono.runtime.rng import state_of
+from unisono.runtime.rng import random_state_of
 
 # Operations that torch says draw, and that have no handler of their own.
 CALL_OTHERS = {
@@ -99,14 +99,14 @@ def test_a_row_gets_the_same_in_any_batch(name: str) -> None:
     """N12: and nothing is drawn from a generator."""
     draw, value = DRAWS[name]
     x = torch.linspace(0.01, 0.99, 30).view(6, 5).t().contiguous()
-    before = state_of(torch.default_generator), state_of(OWN)
+    before = random_state_of(torch.default_generator), random_state_of(OWN)
     with DrawsOff() as off:
         all_rows, parts = draw(x), [draw(x[:2]), draw(x[2:])]
     assert torch.equal(all_rows, torch.cat(parts))
     assert len(all_rows) == 5
     if value is not None:
         assert all_rows.unique().tolist() == pytest.approx([value])
-    assert (state_of(torch.default_generator), state_of(OWN)) == before
+    assert (random_state_of(torch.default_generator), random_state_of(OWN)) == before
     assert off.operations or name.endswith("of all")
 
 

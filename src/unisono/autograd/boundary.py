@@ -45,11 +45,11 @@ from typing import Any, TypeAlias
 
 import torch
 
-from unisono.autograd.gradient_sums import Gradients
 from unisono.autograd.order_of_sums import order_of_sums
 from unisono.autograd.replica_graph import Joined, ReplicaGraphs
 from unisono.runtime import devices as _devices
 from unisono.runtime import timeline
+from unisono.runtime.buckets import Gradients
 from unisono.runtime.errors import add_note, text_of
 from unisono.runtime.interrupts import critical
 from unisono.runtime.streams import current_streams_of, wait_for_makers

@@ -37,11 +37,11 @@ from typing import Any, NamedTuple, NoReturn, Protocol, TypeAlias
 
 import torch
 
-from unisono.autograd.gradient_sums import Contribution, Gradients
+from unisono.autograd.gradient_sums import Contribution
 from unisono.autograd.order_of_sums import MOST_WAITING, AllReduce, OverRanks, order_of_sums
 from unisono.runtime import devices as _devices
 from unisono.runtime import timeline
-from unisono.runtime.buckets import BucketPlan, added
+from unisono.runtime.buckets import BucketPlan, Gradients, added
 from unisono.runtime.interrupts import uninterruptible
 from unisono.runtime.torch_private import engine, graph_nodes, tensor_objects
 from unisono.runtime.tracebacks import without_own_frames
@@ -343,7 +343,7 @@ def own_tensors(
     if collector.frozen:  # by an earlier forward
         collector.frozen.difference_update([each for each in [*collector.frozen] if each[:2] == (bucket, replica)])
     for place, tensor in enumerate(tensors):
-        tensor.__dict__["requires_grad_"] = Link(
+        tensor.__dict__["requires_grad_"] = RequiresGrad(
             weakref.ref(tensor), token, collector, bucket, replica, place, len(tensors)
         )
     return tensors
@@ -359,7 +359,7 @@ def leaf_on(device: torch.device) -> torch.Tensor | None:
     return torch.empty((), dtype=torch.float32, device=device, requires_grad=True)
 
 
-class Link(NamedTuple):
+class RequiresGrad(NamedTuple):
     """The place of a replica's parameter in its bucket; and the parameter's `requires_grad_`.
 
     torch refuses that for a tensor that is no leaf. A parameter that forward freezes is cut off from its bucket; where
@@ -399,7 +399,12 @@ class _Relink(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, token: torch.Tensor, _: torch.Tensor, __: torch.Tensor | None, link: Link, parameter: torch.Tensor
+        ctx: Any,
+        token: torch.Tensor,
+        _: torch.Tensor,
+        __: torch.Tensor | None,
+        link: RequiresGrad,
+        parameter: torch.Tensor,
     ) -> torch.Tensor:
         ctx.link, ctx.collector, ctx.replica = link, link.collector, link.replica
         return parameter.detach()
@@ -407,7 +412,7 @@ class _Relink(torch.autograd.Function):
     @staticmethod
     @uninterruptible
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, ...]:
-        link: Link = ctx.link
+        link: RequiresGrad = ctx.link
         gradients: Gradients = [None] * link.size
         gradients[link.place] = grad
         link.collector.receive(link.bucket, link.replica, gradients)

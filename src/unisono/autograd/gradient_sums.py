@@ -14,11 +14,10 @@ import torch
 
 from unisono.runtime import devices as _devices
 from unisono.runtime import timeline
-from unisono.runtime.buckets import Bucket, BucketPlan, added, is_plain
+from unisono.runtime.buckets import Bucket, BucketPlan, Gradients, added, is_plain
 from unisono.runtime.streams import Copies, Made, current_streams_of, wait_for_makers
 from unisono.runtime.torch_private import foreach, tensor_objects
 
-Gradients: TypeAlias = list[torch.Tensor | None]
 # Called with a bucket's number and the sums of its gradients, which may be one flat tensor that nothing else refers to.
 OnReady: TypeAlias = Callable[[int, Sequence[torch.Tensor | None] | torch.Tensor], None]
 

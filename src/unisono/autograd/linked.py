@@ -14,12 +14,12 @@ import torch
 from torch import nn
 
 from unisono.autograd.gradient_nodes import Collector, InsideForward, joined_gradients, leaf_on, own_tensors, token_of
-from unisono.autograd.gradient_sums import Contribution, Gradients
+from unisono.autograd.gradient_sums import Contribution
 from unisono.autograd.order_of_sums import OverRanks, order_of_sums
 from unisono.distributed.gradient_sync import SyncContext
 from unisono.primitives.placements import Placement
 from unisono.runtime import devices as _devices
-from unisono.runtime.buckets import BucketPlan, added
+from unisono.runtime.buckets import BucketPlan, Gradients, added
 
 
 class BoundaryTensor(NamedTuple):

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 
-from unisono.autograd.gradient_sums import Gradients
+from unisono.runtime.buckets import Gradients
 from unisono.runtime.torch_private import engine, graph_nodes
 
 AllReduce: TypeAlias = Callable[[Gradients], Gradients]

@@ -22,13 +22,14 @@ from typing import Any, NamedTuple, Protocol, Self, TypeAlias, TypeVar
 import torch
 
 from unisono.autograd.gradient_nodes import Collector, Receivers
-from unisono.autograd.gradient_sums import BucketSums, Contribution, Gradients
+from unisono.autograd.gradient_sums import BucketSums, Contribution
 from unisono.autograd.linked import BoundaryTensor, LeafTensors, LinkedParameters, LinkedTensors
 from unisono.distributed.gradient_sync import RankReduction, SyncContext
 from unisono.leftovers.buffers_in_backward import BuffersInBackward
 from unisono.primitives.placements import Replicate, Single, WeightedSum
 from unisono.runtime import devices as _devices
 from unisono.runtime import timeline
+from unisono.runtime.buckets import Gradients
 from unisono.runtime.errors import ReplicaNames
 from unisono.runtime.stand_ins import StandIns
 from unisono.runtime.streams import keep_for_reader
@@ -631,7 +632,7 @@ def _append(contributions: list[Contribution], b: int, replica: int, gradients: 
     contributions.append(Contribution.of(b, replica, gradients))
 
 
-def pass_on(reached: Sequence[tuple[torch.Tensor, torch.Tensor]], sync_context: SyncContext | None) -> None:
+def pass_on_gradients(reached: Sequence[tuple[torch.Tensor, torch.Tensor]], sync_context: SyncContext | None) -> None:
     """Pass gradients of the module's own call of backward, inside forward, on to the live tensors.
 
     Args:

@@ -54,12 +54,11 @@ from unisono.distributed.process_group import (
 from unisono.leftovers.written_parameters import fingerprints
 from unisono.primitives.checks import check_can_be_replicated
 from unisono.primitives.inputs import Arguments
-from unisono.runtime.buckets import Bucket, BucketPlan
+from unisono.runtime.buckets import Bucket, BucketPlan, Gradients
 from unisono.runtime.contexts import contextmanager
 from unisono.runtime.errors import warn
 from unisono.runtime.torch_private import engine
 
-Gradients: TypeAlias = list[torch.Tensor | None]
 Wait: TypeAlias = Callable[[], Gradients]  # waits for the sum of each gradient
 
 SENT_TWICE = (

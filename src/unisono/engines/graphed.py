@@ -31,7 +31,6 @@ from typing import Any, NamedTuple, Self, TypeAlias
 import torch
 
 from unisono.autograd.gradient_nodes import with_bucket_node
-from unisono.autograd.gradient_sums import Gradients
 from unisono.autograd.linked import own_parameter
 from unisono.autograd.replica_graph import CapturedTensors, Ways
 from unisono.engines.replica import Replica, Replicas
@@ -43,7 +42,7 @@ from unisono.primitives.blueprint import Blueprint, collector_paused
 from unisono.primitives.change_tracking import GONE, HOOKS, OF_EVERY_MODULE, ContainerSnapshot, DictSnapshot
 from unisono.runtime import devices as _devices
 from unisono.runtime import draws_off
-from unisono.runtime.buckets import Bucket, is_plain
+from unisono.runtime.buckets import Bucket, Gradients, is_plain
 from unisono.runtime.contexts import contextmanager
 from unisono.runtime.errors import log_once, text_of
 from unisono.runtime.interrupts import uninterruptible

@@ -97,7 +97,7 @@ class Ranks:
             return False
         return not inside_replica() and self.gradient_sync(module) is not None
 
-    def run_step(self, module: nn.Module, call: Call, run: Callable[[Call], Any] | None, memory: StepMemory) -> Any:
+    def run_replicas(self, module: nn.Module, call: Call, run: Callable[[Call], Any] | None, memory: StepMemory) -> Any:
         """Do what `step.run_step` does for a forward of all ranks: the backward of its output sums the gradients.
 
         Args:
@@ -110,12 +110,14 @@ class Ranks:
         if process_groups.runs_in_ddp():
             memory.warnings.give(SENT_TWICE)
         try:
-            return self._run_step(gradient_sync, module, call, run or partial(self._run_noting_writes, module))
+            return self._run_replicas(gradient_sync, module, call, run or partial(self._run_noting_writes, module))
         except BaseException as error:
             gradient_sync.communicator.failures.publish_exception(error)
             raise
 
-    def _run_step(self, gradient_sync: GradientSync, module: nn.Module, call: Call, run: Callable[[Call], Any]) -> Any:
+    def _run_replicas(
+        self, gradient_sync: GradientSync, module: nn.Module, call: Call, run: Callable[[Call], Any]
+    ) -> Any:
         plan = call.plan
         sync_context, all_gather = gradient_sync.sync_context(module, plan.rows), None
         if plan.sync_batch_norm and module.training:

@@ -37,7 +37,7 @@ from unisono.autograd.boundary import join
 from unisono.autograd.callers_graph import CallersGraph
 from unisono.autograd.graph_search import Recorded, ways_between
 from unisono.autograd.linked import BoundaryTensor, LeafTensors, LinkedParameters, LinkedTensors
-from unisono.autograd.replica_graph import CapturedTensors, Passes, ReplicaGraphs, pass_on
+from unisono.autograd.replica_graph import CapturedTensors, Passes, ReplicaGraphs, pass_on_gradients
 from unisono.engines.compile_lock import compiler_prepared, kind_of
 from unisono.engines.graphed import CREATES_GRAPH, GraphedReplica, Graphs, refuse, why_not
 from unisono.engines.parts import parts_of, run_in_parts
@@ -325,7 +325,7 @@ class Step:
                 self._replay.take(graphs)
                 return None, ()
             if self._reached:
-                pass_on(self._reached, self._call.sync_context)
+                pass_on_gradients(self._reached, self._call.sync_context)
             joined = self._in_callers_graph(captured, outputs) if graphs is None else join(graphs)
         else:
             joined = [each.join(each.tensors) for each in outputs]

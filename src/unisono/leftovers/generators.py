@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from unisono.leftovers.shared import Search
-from unisono.runtime.rng import state_of
+from unisono.runtime.rng import random_state_of
 
 OWN = "a generator of its own"
 
@@ -73,7 +73,7 @@ class GeneratorStates:
 def _state(generator: Any) -> Any:
     """Return the state of a generator, to be compared; None if its class does not give it."""
     if isinstance(generator, torch.Generator):
-        return state_of(generator)
+        return random_state_of(generator)
     try:
         if isinstance(generator, random.Random):
             return generator.getstate()

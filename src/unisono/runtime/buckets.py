@@ -12,12 +12,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, chain, compress
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 
 from unisono.runtime.torch_private import foreach
 
+Gradients: TypeAlias = list[torch.Tensor | None]  # of some tensors; None: one has none
 MaybeTensor = TypeVar("MaybeTensor", torch.Tensor, torch.Tensor | None)
 
 BUCKET_BYTES = 25 << 20  # that of torch's DistributedDataParallel

@@ -148,7 +148,9 @@ class _OwnStreams:
                 log_once(_ONE_DEVICE.format(name=self._name, device=device))
         if kind is not None:
             return
-        has_moved = state_of(torch.default_generator) != bytes_of(self._state)  # a third of what torch.equal takes
+        has_moved = random_state_of(torch.default_generator) != bytes_of(
+            self._state
+        )  # a third of what torch.equal takes
         if has_moved and _process.last_move is self._last_move:
             on_host = _WHAT_IS_NOT_CAUGHT if self._caught else _NOTHING_IS_CAUGHT
             log_once(_SHARED.format(name=self._name, what=on_host if self._on_host else _ON_ACCELERATORS))
@@ -278,12 +280,12 @@ class RandomStream:
     def generator(self) -> torch.Generator:
         if self.generator_made is None:
             self.generator_made = self._new_generator()
-            self._first_state = state_of(self.generator_made)
+            self._first_state = random_state_of(self.generator_made)
         return self.generator_made
 
     def has_moved(self) -> bool:
         """Return whether the random state has advanced; False if it was restored after draws, as checkpointing does."""
-        return self.generator_made is not None and state_of(self.generator_made) != self._first_state
+        return self.generator_made is not None and random_state_of(self.generator_made) != self._first_state
 
 
 def _seeded(seed: Callable[[], int]) -> torch.Generator:
@@ -294,7 +296,7 @@ class BatchStreams:
     """The seeds of the streams of batches: of each its own, from torch's random state now and the batch's number."""
 
     def __init__(self) -> None:
-        self._of_state = zlib.crc32(state_of(torch.default_generator))
+        self._of_state = zlib.crc32(random_state_of(torch.default_generator))
         self._has_moved_on = False
 
     def seed(self, batch: int) -> int:
@@ -325,7 +327,7 @@ class SeededDraws:
             if caught is not None:
                 stack.enter_context(caught())
             else:
-                stack.callback(self._report_draws, state_of(torch.default_generator))
+                stack.callback(self._report_draws, random_state_of(torch.default_generator))
             self._is_caught, self._generator = caught is not None, _devices.generator_of(self._device)
             if self._generator is not None:
                 stack.enter_context(_process.lock_of(self._device))  # replicas on one accelerator share its generator
@@ -349,7 +351,7 @@ class SeededDraws:
         return self._stream.has_moved()
 
     def _report_draws(self, before: bytes) -> None:
-        if state_of(torch.default_generator) != before:
+        if random_state_of(torch.default_generator) != before:
             log_once(_SHARED.format(name=self._name, what=_NOTHING_IS_CAUGHT))
 
     def __exit__(self, *error: Any) -> None:
@@ -361,7 +363,7 @@ def _seed(state: bytes, index: int) -> int:
     return zlib.crc32(index.to_bytes(4), zlib.crc32(state))
 
 
-def state_of(generator: torch.Generator) -> bytes:
+def random_state_of(generator: torch.Generator) -> bytes:
     """Return the state of a generator."""
     return bytes_of(generator.get_state())
 
