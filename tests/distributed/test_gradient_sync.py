@@ -22,7 +22,7 @@ from helpers.comparisons import assert_same_gradients
 from helpers.contract import ON_CPU
 from helpers.garbage import live_tensors
 from helpers.modules import Calls
-from helpers.ranks import drawn, drawn_by, on_own_devices, own_devices, run_ranks
+from helpers.ranks import drawn, drawn_by, own_devices, run_on_devices, run_ranks
 from helpers.twins import rows_of, twins
 from unisono.distributed.bucketed_all_reduce import plan_for_ranks
 from unisono.distributed.process_group import Communicator, communicator_for
@@ -86,9 +86,8 @@ def without_sync(module: nn.Module, wanted: bool = True) -> contextlib.AbstractC
 FUNCTIONS: dict[str, Callable] = {}  # those that are run in ranks, by name
 
 
-def call(rank: int, name: str, num_replicas: int) -> None:
-    with on_own_devices(rank, num_replicas) as options:
-        FUNCTIONS[name](rank, options)
+def call(rank: int, name: str, **options: list[str]) -> None:
+    FUNCTIONS[name](rank, options)
 
 
 def case(*replicas: int) -> Callable[[Callable], Callable]:
@@ -101,7 +100,7 @@ def case(*replicas: int) -> Callable[[Callable], Callable]:
             "num_replicas", replicas or (ONE, TWO), ids=["", "one replica", "two replicas"].__getitem__
         )
         def test(num_replicas: int) -> None:
-            run_ranks(2, call, function.__name__, num_replicas)
+            run_on_devices(2, call, function.__name__, num_replicas=num_replicas)
 
         test.__doc__ = function.__doc__
         return test
@@ -222,65 +221,6 @@ def test_sparse_gradients(rank: int, options: dict) -> None:
                         mse_loss(torch.cat([module(*part) for part in of_module]), y).backward()
 
             compare(rank, model, oracle, run)
-
-
-# ---- losses that leave forward in another way
-
-
-class Keeps(nn.Module):
-    """Keeps the loss of a hidden layer, of the rows of each replica, and a loss of a layer that nothing else uses."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last, self.side = nn.Linear(5, 16), nn.Linear(16, 3), nn.Linear(5, 3)
-        self.kept: list[torch.Tensor] = []
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = self.first(x).tanh()
-        self.kept.append(hidden.square().sum() + self.side(x).pow(3).sum())
-        return self.last(hidden)
-
-
-def run_keeping(module: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run a forward; return a loss of its output, and the one that it has kept."""
-    kept = inner(module).kept
-    kept.clear()
-    output = module(x)
-    return output.square().sum(), sum(loss.to(output.device) for loss in kept)
-
-
-# On an accelerator the two losses go through a replica's graph in two threads, and the first must not free it.
-KEEP = {"retain_graph": not ON_CPU}
-
-
-class NoGradient(torch.autograd.Function):
-    """The identity, through which no gradient goes."""
-
-    @staticmethod
-    def forward(ctx, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad: torch.Tensor) -> None:
-        return None
-
-
-@case()
-def test_a_loss_that_leaves_forward_and_has_no_gradient_on_one_rank(rank: int, options: dict) -> None:
-    """C1, C3: the other ranks waited for it."""
-    model, oracle = twins(lambda: Keeps().double(), loss="sum", **options)
-    x, _, all_x, _ = data(rank)
-    for with_output in (False, True):
-        model.zero_grad()
-        oracle.zero_grad()
-        output, kept = run_keeping(model, x)
-        kept = NoGradient.apply(kept) if rank else kept
-        (output + kept if with_output else kept).backward(**KEEP)
-        output, kept = run_keeping(oracle, all_x)
-        if with_output:
-            output.backward()
-        run_keeping(oracle, all_x[:4])[1].backward()
-        assert_same_gradients(model.module, oracle)
 
 
 # ---- how backward is called
@@ -697,12 +637,7 @@ def test_a_forward_that_fails_is_tried_again(rank: int, options: dict) -> None:
         assert_same_gradients(model.module, oracle)
 
 
-def many_buckets(rank: int, world_size: int, num_replicas: int) -> object:
-    with on_own_devices(rank, num_replicas) as options:
-        return train_with_many_buckets(rank, world_size, options)
-
-
-def train_with_many_buckets(rank: int, world_size: int, options: dict) -> object:
+def train_with_many_buckets(rank: int, world_size: int, **options: list[str]) -> object:
     from unisono.distributed import bucketed_all_reduce
 
     bucketed_all_reduce.FIRST_BUCKET_BYTES, bucketed_all_reduce.BUCKET_BYTES = 200, 700
@@ -741,7 +676,7 @@ def train_with_many_buckets(rank: int, world_size: int, options: dict) -> object
 )
 def test_many_buckets_in_flight(world_size, num_replicas):
     """C13"""
-    ends = run_ranks(world_size, many_buckets, world_size, num_replicas)
+    ends = run_on_devices(world_size, train_with_many_buckets, world_size, num_replicas=num_replicas)
     assert all(end == ends[0] for end in ends), "every process ends with the same bits"
 
 
@@ -751,12 +686,7 @@ def num_collectives() -> int:
     return sum(group._get_sequence_number_for_group() for group in groups)
 
 
-def steps(rank: int, width: int, dtype: torch.dtype) -> tuple[list[int], str]:
-    with on_own_devices(rank) as options:
-        return counted_steps(rank, width, dtype, options)
-
-
-def counted_steps(rank: int, width: int, dtype: torch.dtype, options: dict) -> tuple[list[int], str]:
+def counted_steps(rank: int, width: int, dtype: torch.dtype, **options: list[str]) -> tuple[list[int], str]:
     model, oracle = twins(lambda: nn.Sequential(*(nn.Linear(width, width) for _ in range(10))).to(dtype), **options)
     generator = torch.Generator().manual_seed(1)
     rtol = 1e-5 if dtype == torch.float32 else 1e-11
@@ -782,7 +712,7 @@ def test_a_step_has_one_collective_a_bucket_and_one_for_the_weights(width, on_cp
 
     An accelerator would have to be waited for; there they are in two collectives of the host's.
     """
-    (counts, bits), other = run_ranks(2, steps, width, dtype)
+    (counts, bits), other = run_on_devices(2, counted_steps, width, dtype)
     assert (counts, bits) == other
     assert counts == [on_cpu if ON_CPU else on_accelerator + 2] * len(counts)
 

@@ -321,15 +321,18 @@ class TroubleError(Exception):
     """What goes wrong in these tests."""
 
 
-def fails_at(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    def trouble(*_: object) -> None:
-        raise TroubleError("no more memory")
+def trouble(*_: object) -> None:
+    raise TroubleError("no more memory")
 
+
+def fails_at(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """Run a body; `where` it fails is "forward", or the number of the layer at whose output backward does."""
     if module.where == "forward":
         trouble()
-    x = module.body(x)
-    if module.where == "backward":
-        x.register_hook(trouble)
+    for number, layer in enumerate(module.body):
+        x = layer(x)
+        if module.where == number:
+            x.register_hook(trouble)
     return x
 
 
@@ -342,9 +345,9 @@ def fails(rank: int, where: str, options: dict) -> None:
     model = wrapped(Calls(fails_at, body=body, where=""), **options)
     step(model)
     if rank == 1:
-        model.module.where = where
+        model.module.where = len(body) - 1 if where == "backward" else where
         if where == "loading":
-            raise TroubleError("no more memory")
+            trouble()
         if where == "exit":
             sys.exit(0)
         if where == "exit 3":
@@ -375,20 +378,9 @@ def test_the_others_learn_why_one_has_failed(where, options):
         assert ended[rank].exit_code == 1
 
 
-def fails_in_the_middle(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    def trouble(*_: object) -> None:
-        raise TroubleError("no more memory")
-
-    for number, layer in enumerate(module.body):
-        x = layer(x)
-        if number == module.where:
-            x.register_hook(trouble)
-    return x
-
-
 def trains_on(rank: int, where: int) -> None:
     body = nn.Sequential(nn.Linear(4, 300), *[nn.Linear(300, 300) for _ in range(4)], nn.Linear(300, 4))
-    model = wrapped(Calls(fails_in_the_middle, body=body, where=None))
+    model = wrapped(Calls(fails_at, body=body, where=None))
     step(model)
     if rank == 1:
         model.module.where = where

@@ -2,7 +2,7 @@
 
 import itertools
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 from unittest.mock import Mock
 
@@ -13,7 +13,7 @@ from torch import nn
 import unisono
 from helpers.comparisons import assert_same_gradients
 from helpers.modules import Calls
-from helpers.ranks import drawn, drawn_by, end_ranks, on_own_devices, run_ranks
+from helpers.ranks import drawn, drawn_by, end_ranks, on_its_devices, run_on_devices
 from helpers.twins import rows_of, twins
 from unisono.distributed.uneven_inputs import empty_batch, even_batches
 
@@ -22,15 +22,6 @@ def batches_of(rank: int, num_batches: int) -> list[dict[str, torch.Tensor]]:
     generator = torch.Generator().manual_seed(rank)
     rows = [3 + rank] * num_batches
     return [{"x": drawn_by(generator, n, 4), "y": torch.ones(n, 2).double()} for n in rows]
-
-
-def on_its_device(rank: int, function: Callable[..., Any], *args: Any) -> Any:
-    with on_own_devices(rank) as options:
-        return function(rank, *args, **options)
-
-
-def run_on_devices(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-    return run_ranks(world_size, on_its_device, function, *args)
 
 
 def train(rank: int, lengths: list[int], **options: Any) -> list[int]:
@@ -141,7 +132,7 @@ def test_without_rows_the_module_runs_on_rows_that_it_has_seen():
 
 def test_a_module_that_cannot_run_on_zeros_says_why_it_did():
     """C2"""
-    ends = end_ranks(2, on_its_device, train_picky, [0, 1])
+    ends = end_ranks(2, on_its_devices, train_picky, 1, [0, 1])
     assert all(end.exit_code for end in ends)
     assert "ValueError: a row of zeros" in ends[0].error
     assert "this process has an empty batch" in ends[0].error

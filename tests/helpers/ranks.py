@@ -69,6 +69,18 @@ def end_ranks(
         return [Ended(*_written(folder / f"rank {rank}"), code) for rank, code in enumerate(exit_codes)]
 
 
+def run_on_devices(
+    world_size: int, function: Callable[..., Any], *args: Any, num_replicas: int = 1, **options: Any
+) -> list[Any]:
+    """As `run_ranks`, with the wrapper's option for the devices of a rank: `function(rank, *args, device_ids=...)`."""
+    return run_ranks(world_size, on_its_devices, function, num_replicas, *args, **options)
+
+
+def on_its_devices(rank: int, function: Callable[..., Any], num_replicas: int, *args: Any) -> Any:
+    with on_own_devices(rank, num_replicas) as options:
+        return function(rank, *args, **options)
+
+
 def own_devices(rank: int, num_replicas: int = 1) -> list[str]:
     """Return the devices of a rank's replicas; no other rank has them, if there are enough."""
     return [DEVICES[(rank * num_replicas + i) % len(DEVICES)] for i in range(num_replicas)]
