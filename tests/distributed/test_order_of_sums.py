@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from helpers.comparisons import assert_same_gradients
 from helpers.contract import ON_CPU
-from helpers.ranks import drawn, run_on_devices, run_ranks
+from helpers.ranks import drawn, on_two_ranks, run_on_devices, run_ranks
 from helpers.twins import rows_of, twins
 
 SIZES = (4, 9)
@@ -104,7 +104,9 @@ def test_one_backward(name: str, num_replicas: int) -> None:
     run_on_devices(2, compare, name, num_replicas=num_replicas)
 
 
-def hooks(rank: int, **options: Any) -> None:
+@on_two_ranks(1)
+def test_hooks_of_parameters(rank: int, options: dict) -> None:
+    """C1, R9: they are called once, with the sum, for both models."""
     models = [twins(lambda: Keeps().double(), loss="sum", **options)[0] for _ in range(2)]
     called: list[torch.Tensor] = []
     for model in models:
@@ -119,12 +121,9 @@ def hooks(rank: int, **options: Any) -> None:
         called.clear()
 
 
-def test_hooks_of_parameters() -> None:
-    """C1, H4: they are called once, with the sum, for both models."""
-    run_on_devices(2, hooks)
-
-
-def given_inputs(rank: int, **options: Any) -> None:
+@on_two_ranks(1)
+def test_given_inputs(rank: int, options: dict) -> None:
+    """C1, C5: also of two models at once."""
     pairs = [twins(lambda: Keeps().double(), loss="sum", **options) for _ in range(2)]
     models, oracles = [model for model, _ in pairs], [oracle for _, oracle in pairs]
     inputs = [drawn(4, 5, seed=number) for number in range(2)]
@@ -142,11 +141,6 @@ def given_inputs(rank: int, **options: Any) -> None:
             torch.testing.assert_close(gradient, of_rank[0] + of_rank[1], rtol=1e-12, atol=1e-14)
 
 
-def test_given_inputs() -> None:
-    """C1, C5: also of two models at once."""
-    run_on_devices(2, given_inputs)
-
-
 class NoGradient(torch.autograd.Function):
     """The identity, through which no gradient goes."""
 
@@ -159,7 +153,9 @@ class NoGradient(torch.autograd.Function):
         return None
 
 
-def without_a_gradient_on_one_rank(rank: int, **options: Any) -> None:
+@on_two_ranks()
+def test_a_loss_that_leaves_forward_and_has_no_gradient_on_one_rank(rank: int, options: dict) -> None:
+    """C1, C3: the other ranks waited for it."""
     model, oracle = twins(lambda: Keeps().double(), loss="sum", **options)
     x = drawn(sum(SIZES), 5)
     for with_output in (False, True):
@@ -172,12 +168,6 @@ def without_a_gradient_on_one_rank(rank: int, **options: Any) -> None:
             keeping(oracle, x)[0].backward()
         keeping(oracle, x[rows_of(0, SIZES)])[1].backward()
         assert_same_gradients(model.module, oracle)
-
-
-@pytest.mark.parametrize("num_replicas", [1, 2])
-def test_a_loss_that_leaves_forward_and_has_no_gradient_on_one_rank(num_replicas: int) -> None:
-    """C1, C3: the other ranks waited for it."""
-    run_on_devices(2, without_a_gradient_on_one_rank, num_replicas=num_replicas)
 
 
 # Ranks that run a forward in other ways

@@ -13,7 +13,7 @@ from torch import nn
 import unisono
 from helpers.comparisons import assert_same_gradients
 from helpers.modules import Calls
-from helpers.ranks import drawn, drawn_by, end_ranks, on_its_devices, run_on_devices
+from helpers.ranks import drawn, drawn_by, end_ranks, on_its_devices, on_two_ranks, run_on_devices
 from helpers.twins import rows_of, twins
 from unisono.distributed.uneven_inputs import empty_batch, even_batches
 
@@ -138,8 +138,9 @@ def test_a_module_that_cannot_run_on_zeros_says_why_it_did():
     assert "this process has an empty batch" in ends[0].error
 
 
-def train_with_input_gradients(rank: int, **options: Any) -> None:
-    """The second process has no rows in the second step, whose rows are float32."""
+@on_two_ranks(1)
+def test_without_rows_the_inputs_need_gradients_and_have_the_dtype_of_this_batch(rank: int, options: dict) -> None:
+    """C2, C9: with gradients of inputs, batch norm exchanges more in backward, also where the rows are stand-ins."""
     options = {"sync_batch_norm": True, **options}
     model, oracle = twins(lambda: nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 2)).double(), **options)
     for dtype, sizes in ((torch.float64, (3, 2)), (torch.float32, (5, 0))):
@@ -153,11 +154,6 @@ def train_with_input_gradients(rank: int, **options: Any) -> None:
         assert_same_gradients(model.module, oracle, rtol=1e-5, atol=1e-6)
     if rank == 0:
         torch.testing.assert_close(own.grad, x.grad)
-
-
-def test_without_rows_the_inputs_need_gradients_and_have_the_dtype_of_this_batch():
-    """C2, C9: with gradients of inputs, batch norm exchanges more in backward, also where the rows are stand-ins."""
-    run_on_devices(2, train_with_input_gradients)
 
 
 def find_in_samples(rank: int, **options: Any) -> list[list[str]]:

@@ -10,7 +10,7 @@ from torch import nn
 
 from helpers.comparisons import assert_same_gradients
 from helpers.modules import Calls
-from helpers.ranks import drawn, run_on_devices
+from helpers.ranks import drawn, on_two_ranks, run_on_devices
 from helpers.twins import rows_of, twins
 from unisono import DataParallel
 
@@ -75,8 +75,9 @@ def inputs(rank: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     return x[rows_of(rank, SIZES)], x
 
 
-def train_alike(rank: int, **options: Any) -> None:
-    """Compare steps with those of the plain module."""
+@on_two_ranks(1)
+def test_what_all_ranks_write_alike_is_right(rank: int, options: dict) -> None:
+    """C19: it is what one device writes. Other ways are programs of the contract."""
     model, oracle = twins(lambda: network(of_all_rows), loss="sum", **options)
     for seed in range(3):
         x, all_x = inputs(rank, seed)
@@ -87,11 +88,6 @@ def train_alike(rank: int, **options: Any) -> None:
             oracle.key.weight[0] = all_x.sum(0)
         (oracle.key(all_x) + oracle.query(all_x) + oracle.shift).square().sum().backward()
         assert_same_gradients(model.module, oracle)
-
-
-def test_what_all_ranks_write_alike_is_right() -> None:
-    """C19: it is what one device writes. Other ways are programs of the contract."""
-    run_on_devices(2, train_alike)
 
 
 def fail(rank: int, name: str, message: str, way: str, **options: Any) -> None:
@@ -131,7 +127,9 @@ def test_a_mode_that_other_threads_cannot_join() -> None:
     run_on_devices(2, fail, "codebook", message, "while hooks of saved tensors are active")
 
 
-def later(rank: int, **options: Any) -> None:
+@on_two_ranks(1)
+def test_a_later_step_that_writes(rank: int, options: dict) -> None:
+    """C19: wherever the version counter tells, not in the first step only."""
     model, _ = twins(lambda: network(lambda net, x: codebook(net, x) if net.is_set else None), **options)
     x, _ = inputs(rank, 0)
     for _ in range(3):
@@ -141,12 +139,9 @@ def later(rank: int, **options: Any) -> None:
         model(x).sum().backward()
 
 
-def test_a_later_step_that_writes() -> None:
-    """C19: wherever the version counter tells, not in the first step only."""
-    run_on_devices(2, later)
-
-
-def initialised(rank: int, **options: Any) -> None:
+@on_two_ranks(1)
+def test_the_remedy_for_an_initialisation(rank: int, options: dict) -> None:
+    """C19, C7: all ranks get rank 0's, from rank 0's batch."""
     x, all_x = inputs(rank, 0)
     net = network(initialise)
     with torch.no_grad():
@@ -159,12 +154,9 @@ def initialised(rank: int, **options: Any) -> None:
     torch.testing.assert_close(totals[0], all_x[rows_of(0, SIZES)].mean(0)[:3].cpu())
 
 
-def test_the_remedy_for_an_initialisation() -> None:
-    """C19, C7: all ranks get rank 0's, from rank 0's batch."""
-    run_on_devices(2, initialised)
-
-
-def shortening(rank: int, **options: Any) -> None:
+@on_two_ranks()
+def test_max_norm(rank: int, options: dict) -> None:
+    """C19: ranks that look up different rows would have different weights."""
     model, oracle = twins(lambda: nn.Embedding(20, 4, max_norm=1.0).double(), loss="sum", **options)
     same = torch.arange(6).to(model.module.weight.device)
     for _ in range(2):  # all ranks shorten the same rows
@@ -175,19 +167,10 @@ def shortening(rank: int, **options: Any) -> None:
         model(same + 1 + 7 * rank).sum().backward()
 
 
-@pytest.mark.parametrize("num_replicas", [1, 2])
-def test_max_norm(num_replicas: int) -> None:
-    """C19: ranks that look up different rows would have different weights."""
-    run_on_devices(2, shortening, num_replicas=num_replicas)
-
-
-def mapping(rank: int, **options: Any) -> None:
+@on_two_ranks(1)
+def test_a_map_over_ranks(rank: int, options: dict) -> None:
+    """C19, R22: each rank would write for its own batches."""
     model, _ = twins(lambda: network(decay), **options)
     with pytest.raises(RuntimeError, match=r"written into parameter 'key.weight', in several replicas"):
         for _ in model.map([inputs(0, seed)[0] for seed in range(4)]):
             pass
-
-
-def test_a_map_over_ranks() -> None:
-    """C19, R22: each rank would write for its own batches."""
-    run_on_devices(2, mapping)

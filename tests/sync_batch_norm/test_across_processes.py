@@ -14,7 +14,7 @@ import unisono
 from helpers.batch_norm_kernels import use_kernels
 from helpers.batch_norms import BATCH_NORMS, Branches, branching_rows
 from helpers.comparisons import assert_same_gradients
-from helpers.ranks import drawn, run_on_devices, run_ranks
+from helpers.ranks import drawn, on_two_ranks, run_on_devices, run_ranks
 from helpers.twins import rows_of, train_twins, twins
 from unisono.distributed import bucketed_all_reduce, process_group
 from unisono.sync_batch_norm.across_processes import CrossProcessAllGather
@@ -190,7 +190,13 @@ def test_training_mode_without_gradients(world_size, num_replicas, by_kernels, m
     assert ends == [ends[0]] * world_size, "every process has the same bits"
 
 
-def evaluate(rank: int, **options: Any) -> None:
+@on_two_ranks(timeout_s=30)
+def test_in_eval_mode_no_process_waits(rank: int, options: dict) -> None:
+    """C15: the first process evaluates, before any step; it waited for the others, which were not there.
+
+    A batch norm that needs the statistics of its batch in eval mode has those of the process where no gradients are
+    summed. Where saved-tensor hooks are around the model, none was allowed.
+    """
     options["sync_batch_norm"] = True
     model = unisono.DataParallel(norm(), **options)
     refusing = {
@@ -222,13 +228,3 @@ def evaluate(rank: int, **options: Any) -> None:
         model(x).mean().backward()
     expected = torch.autograd.grad(model.module(x).mean(), [*model.parameters()])
     torch.testing.assert_close([parameter.grad for parameter in model.parameters()], [*expected])
-
-
-@pytest.mark.parametrize("num_replicas", [1, 2])
-def test_in_eval_mode_no_process_waits(num_replicas):
-    """C15: the first process evaluates, before any step; it waited for the others, which were not there.
-
-    A batch norm that needs the statistics of its batch in eval mode has those of the process where no gradients are
-    summed. Where saved-tensor hooks are around the model, none was allowed.
-    """
-    run_on_devices(2, evaluate, num_replicas=num_replicas, timeout_s=30)
