@@ -17,22 +17,9 @@ from unisono.distributed.environment import local_device, start_default_group
 from unisono.distributed.launchers import Launch, launch
 from unisono.runtime.interrupts import critical
 
+pytestmark = pytest.mark.usefixtures("environment_of")
 COMPLETE = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 NEEDED = [name for name in COMPLETE if name != "LOCAL_RANK"]
-
-
-@pytest.fixture(autouse=True)
-def environment_of(monkeypatch):
-    """Set the launcher's variables to those given, and no others."""
-
-    def set_to(variables: dict[str, str]) -> None:
-        for name in COMPLETE:
-            monkeypatch.delenv(name, raising=False)
-        for name, value in variables.items():
-            monkeypatch.setenv(name, value)
-
-    set_to({})
-    return set_to
 
 
 def test_without_variables_there_is_no_launcher(environment_of):

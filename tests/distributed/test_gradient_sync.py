@@ -29,7 +29,6 @@ from unisono.distributed.process_group import Communicator, communicator_for
 from unisono.primitives.measured_shares import MeasuredShares
 from unisono.runtime import timeline
 
-SIZES = [[4, 9, 5, 1], [7, 3, 0, 2], [1, 1, 1, 1], [0, 6, 2, 5]]
 ONE, TWO = 1, 2  # replicas of a rank
 
 
@@ -666,7 +665,7 @@ def counted_steps(rank: int, width: int, dtype: torch.dtype, **options: list[str
     generator = torch.Generator().manual_seed(1)
     rtol = 1e-5 if dtype == torch.float32 else 1e-11
     counts = []
-    for sizes in SIZES[0][:2], SIZES[0][:2], SIZES[1][:2], [0, 5], [2, 0], SIZES[0][:2]:
+    for sizes in [4, 9], [4, 9], [7, 3], [0, 5], [2, 0], [4, 9]:
         x = drawn_by(generator, sum(sizes), width).to(dtype)
         model.zero_grad()
         oracle.zero_grad()

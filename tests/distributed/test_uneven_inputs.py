@@ -74,29 +74,6 @@ def test_an_exhausted_loader_is_not_asked_again():
     assert run_on_devices(2, rows_of_one_epoch) == [[2, 2, 0, 0], [2, 2, 2, 2]]
 
 
-def leave_early(rank: int, **options: Any) -> str:
-    model = unisono.DataParallel(nn.Linear(4, 2).double(), **options)
-    for batch in model.batches(batches_of(rank, 2)):
-        if rank:
-            break
-        try:
-            model(batch["x"]).sum().backward()
-        except RuntimeError as error:
-            return str(error)
-    if rank:
-        with pytest.raises(RuntimeError) as raised:
-            next(model.batches(batches_of(rank, 1)))
-        return str(raised.value)
-    return "nothing was noticed"
-
-
-def test_a_process_that_leaves_the_loop_is_noticed():
-    """C11"""
-    for text in run_on_devices(2, leave_early):
-        assert "rank 0 is at summing gradients" in text
-        assert "rank 1 at taking the next batch" in text
-
-
 def test_one_process_gets_the_loaders_batches():
     model = unisono.DataParallel(nn.Linear(4, 2), ["cpu"])
     batches = [torch.zeros(2, 4), torch.zeros(1, 4)]
