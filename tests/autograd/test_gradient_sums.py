@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from helpers.modules import Calls
 from helpers.small_buckets import use_small_buckets
 from unisono import DataParallel
-from unisono.autograd.gradient_nodes import Collector, is_bucket_node, joined_gradients, own_tensors, token_of
+from unisono.autograd.gradient_nodes import Collector, joined_gradients, own_tensors, token_of
 from unisono.autograd.gradient_sums import BucketSums, OnReady
 from unisono.runtime.buckets import SHARED_BUCKET_BYTES, BucketPlan, Gradients
 from unisono.runtime.streams import Copies
@@ -299,19 +299,6 @@ def test_replicas_refer_to_no_cycle() -> None:
     Reduce(False)(replicas, lambda: None)
     del replicas
     assert [reference() for reference in [*references, collector]] == [None] * 7
-
-
-def test_nodes_of_buckets() -> None:
-    replicas = Replicas.of(zeros(3), 1)
-    (own,) = replicas.own
-    assert own[2].grad_fn is own[1].grad_fn is not own[0].grad_fn
-    own[1].requires_grad_(False)
-    assert (own[1].requires_grad, own[1].grad_fn) == (False, None)
-    own[1].requires_grad_(True)
-    assert own[1].grad_fn is not own[2].grad_fn
-    assert all(map(is_bucket_node, [tensor.grad_fn for tensor in own]))
-    assert not is_bucket_node((own[0] * 2).grad_fn)
-    assert values(Reduce(False)(replicas, lambda: replicas.give((own[1], 2.0), (own[2], 3.0)))) == [None, [2.0], [3.0]]
 
 
 # ---- whole steps ---------------------------------------------------------------------------------

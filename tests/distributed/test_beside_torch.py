@@ -20,7 +20,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import distribute_module
 
 import unisono
-from helpers.ranks import run_ranks
+from helpers.ranks import in_ranks, run_ranks
 
 WHOLE = r"DataParallel needs whole parameters in each process, as plain tensors, but "
 
@@ -73,19 +73,18 @@ SHARDED: dict[str, tuple[Callable[[], object], str]] = {
 }
 
 
-def shards(rank: int) -> None:
+@in_ranks(2)
+def test_sharded_parameters_are_an_error(rank: int) -> None:
+    """C17: it was one of torch's internals."""
     for name, (make, what) in SHARDED.items():
         with pytest.raises(TypeError) as raised:
             make()
         assert re.match(WHOLE + what, str(raised.value)), name
 
 
-def test_sharded_parameters_are_an_error():
-    """C17: it was one of torch's internals."""
-    run_ranks(2, shards)
-
-
-def tools(rank: int) -> None:
+@in_ranks(2)
+def test_tools_that_need_ddp_say_what_to_use(rank: int) -> None:
+    """C17"""
     model = wrapped(net())
     with pytest.raises(AttributeError, match=r"torch's Join is for DistributedDataParallel.*model\.batches\(loader\)"):
         Join([model])
@@ -100,12 +99,9 @@ def tools(rank: int) -> None:
     assert wrapped(module).join == "what the module has"
 
 
-def test_tools_that_need_ddp_say_what_to_use():
-    """C17"""
-    run_ranks(2, tools)
-
-
-def ignores(rank: int) -> None:
+@in_ranks(2)
+def test_what_ddp_is_told_to_ignore(rank: int) -> None:
+    """C17: these gradients and buffers were sent all the same, without a word."""
     for name in ("0.weight", "1.running_mean"):
         module = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4))
         ddp = nn.parallel.DistributedDataParallel
@@ -117,11 +113,6 @@ def ignores(rank: int) -> None:
         step(wrapped(module))
 
 
-def test_what_ddp_is_told_to_ignore():
-    """C17: these gradients and buffers were sent all the same, without a word."""
-    run_ranks(2, ignores)
-
-
 def trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     for _ in range(3):
         optimizer.zero_grad()
@@ -130,17 +121,14 @@ def trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Te
     return [*model.parameters()]
 
 
-def zero(rank: int) -> None:
+@in_ranks(2)
+def test_zero_1(rank: int) -> None:
+    """C17"""
     plain, sharded = wrapped(net()), wrapped(net())
     expected = trained(plain, torch.optim.Adam(plain.parameters(), lr=0.1))
     optimizer = ZeroRedundancyOptimizer(sharded.parameters(), torch.optim.Adam, lr=0.1)
     assert all(map(torch.equal, trained(sharded, optimizer), expected))
     assert len(optimizer.optim.state) < len(expected), "each process has a part of the optimizer's state"
-
-
-def test_zero_1():
-    """C17"""
-    run_ranks(2, zero)
 
 
 def sends_twice(rank: int) -> list[int]:

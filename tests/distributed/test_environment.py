@@ -11,28 +11,15 @@ from torch import nn
 
 import unisono
 from helpers.forked import forked
-from helpers.ranks import free_port, run_ranks
+from helpers.ranks import free_port, in_ranks, run_ranks
 from unisono.distributed import environment
 from unisono.distributed.environment import local_device, start_default_group
 from unisono.distributed.launchers import Launch, launch
 from unisono.runtime.interrupts import critical
 
+pytestmark = pytest.mark.usefixtures("environment_of")
 COMPLETE = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 NEEDED = [name for name in COMPLETE if name != "LOCAL_RANK"]
-
-
-@pytest.fixture(autouse=True)
-def environment_of(monkeypatch):
-    """Set the launcher's variables to those given, and no others."""
-
-    def set_to(variables: dict[str, str]) -> None:
-        for name in COMPLETE:
-            monkeypatch.delenv(name, raising=False)
-        for name, value in variables.items():
-            monkeypatch.setenv(name, value)
-
-    set_to({})
-    return set_to
 
 
 def test_without_variables_there_is_no_launcher(environment_of):
@@ -151,7 +138,8 @@ def test_one_line_joins_what_a_launcher_has_started(world_size):
     assert ends == [(world_size > 1, ["cpu"], [[1, 1], [1, 1]])] * world_size
 
 
-def groups(rank: int) -> None:
+@in_ranks(3)
+def test_process_groups(rank: int) -> None:
     model = unisono.DataParallel(nn.Linear(2, 2))  # of a default group that the program has made
     assert model.spans_processes
     pair = torch.distributed.new_group([1, 2])
@@ -178,10 +166,6 @@ def groups(rank: int) -> None:
         with pytest.raises(RuntimeError, match="was pickled with its own process_group"):
             loaded(torch.ones(2, 1))  # not silently among all three
     model(torch.ones(2, 2)).sum().backward()
-
-
-def test_process_groups():
-    run_ranks(3, groups)
 
 
 def bound(rank: int) -> tuple[list[torch.device | None], bool]:

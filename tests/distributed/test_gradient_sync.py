@@ -22,14 +22,13 @@ from helpers.comparisons import assert_same_gradients
 from helpers.contract import ON_CPU
 from helpers.garbage import live_tensors
 from helpers.modules import Calls
-from helpers.ranks import drawn, drawn_by, on_own_devices, own_devices, run_ranks
+from helpers.ranks import drawn, drawn_by, on_two_ranks, own_devices, run_on_devices, run_ranks
 from helpers.twins import rows_of, twins
 from unisono.distributed.bucketed_all_reduce import plan_for_ranks
 from unisono.distributed.process_group import Communicator, communicator_for
 from unisono.primitives.measured_shares import MeasuredShares
 from unisono.runtime import timeline
 
-SIZES = [[4, 9, 5, 1], [7, 3, 0, 2], [1, 1, 1, 1], [0, 6, 2, 5]]
 ONE, TWO = 1, 2  # replicas of a rank
 
 
@@ -83,33 +82,7 @@ def without_sync(module: nn.Module, wanted: bool = True) -> contextlib.AbstractC
 # What follows runs in two processes, with 4 and 9 rows where nothing else is said.
 
 
-FUNCTIONS: dict[str, Callable] = {}  # those that are run in ranks, by name
-
-
-def call(rank: int, name: str, num_replicas: int) -> None:
-    with on_own_devices(rank, num_replicas) as options:
-        FUNCTIONS[name](rank, options)
-
-
-def case(*replicas: int) -> Callable[[Callable], Callable]:
-    """Make a function a test, which runs it in two ranks, once for each of some numbers of replicas of a rank."""
-
-    def take(function: Callable) -> Callable:
-        FUNCTIONS[function.__name__] = function
-
-        @pytest.mark.parametrize(
-            "num_replicas", replicas or (ONE, TWO), ids=["", "one replica", "two replicas"].__getitem__
-        )
-        def test(num_replicas: int) -> None:
-            run_ranks(2, call, function.__name__, num_replicas)
-
-        test.__doc__ = function.__doc__
-        return test
-
-    return take
-
-
-@case(TWO)
+@on_two_ranks(TWO)
 def test_processes_may_choose_different_measured_shares(rank: int, options: dict) -> None:
     """S16, C13: one device in one process, both in the other: weights follow rows, not shares."""
     model, oracle = twins(perceptron, shares="measured", **options)
@@ -126,7 +99,7 @@ def test_processes_may_choose_different_measured_shares(rank: int, options: dict
 # ---- which parameters
 
 
-@case(ONE)
+@on_two_ranks(ONE)
 def test_a_bucket_without_contiguous_parameters(rank: int, options: dict) -> None:
     """C1, G7: a bucket of tensors that all have other strides is not the bucket of their entries in order."""
     conv = {"kernel_size": 3, "bias": False, "dtype": torch.float64}
@@ -143,7 +116,7 @@ class ReturnsWeight(nn.Linear):
         return super().forward(x).tanh(), self.weight
 
 
-@case()
+@on_two_ranks()
 def test_a_parameter_that_is_an_output(rank: int, options: dict) -> None:
     """G11, C1: what the loss computes with it and this rank's rows is summed over the ranks, too."""
     model, oracle = twins(lambda: ReturnsWeight(5, 3).double(), **options)
@@ -156,7 +129,7 @@ def test_a_parameter_that_is_an_output(rank: int, options: dict) -> None:
         compare(rank, model, oracle, run, seed)
 
 
-@case(ONE)
+@on_two_ranks(ONE)
 def test_one_device_returns_what_the_module_returns(rank: int, options: dict) -> None:
     """A3: nothing is joined, so what is 0-dim stays so, and objects of any class come out as they are."""
 
@@ -172,7 +145,7 @@ def test_one_device_returns_what_the_module_returns(rank: int, options: dict) ->
     compare(rank, *twins(lambda: Calls(forward, layer=nn.Linear(5, 3).double(), kept=object()), **options), run)
 
 
-@case(ONE)
+@on_two_ranks(ONE)
 def test_what_does_not_go_through_the_wrapper(rank: int, options: dict) -> None:
     """C16"""
     model, oracle = twins(perceptron, **options)
@@ -187,7 +160,7 @@ def test_what_does_not_go_through_the_wrapper(rank: int, options: dict) -> None:
     assert_same_gradients(model.module, oracle)
 
 
-@case()
+@on_two_ranks()
 def test_sparse_gradients(rank: int, options: dict) -> None:
     """C1, C3, C6, S15: in one rank only, and in some backwards only: torch adds a sparse tensor to a dense one only.
 
@@ -224,69 +197,10 @@ def test_sparse_gradients(rank: int, options: dict) -> None:
             compare(rank, model, oracle, run)
 
 
-# ---- losses that leave forward in another way
-
-
-class Keeps(nn.Module):
-    """Keeps the loss of a hidden layer, of the rows of each replica, and a loss of a layer that nothing else uses."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last, self.side = nn.Linear(5, 16), nn.Linear(16, 3), nn.Linear(5, 3)
-        self.kept: list[torch.Tensor] = []
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = self.first(x).tanh()
-        self.kept.append(hidden.square().sum() + self.side(x).pow(3).sum())
-        return self.last(hidden)
-
-
-def run_keeping(module: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run a forward; return a loss of its output, and the one that it has kept."""
-    kept = inner(module).kept
-    kept.clear()
-    output = module(x)
-    return output.square().sum(), sum(loss.to(output.device) for loss in kept)
-
-
-# On an accelerator the two losses go through a replica's graph in two threads, and the first must not free it.
-KEEP = {"retain_graph": not ON_CPU}
-
-
-class NoGradient(torch.autograd.Function):
-    """The identity, through which no gradient goes."""
-
-    @staticmethod
-    def forward(ctx, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad: torch.Tensor) -> None:
-        return None
-
-
-@case()
-def test_a_loss_that_leaves_forward_and_has_no_gradient_on_one_rank(rank: int, options: dict) -> None:
-    """C1, C3: the other ranks waited for it."""
-    model, oracle = twins(lambda: Keeps().double(), loss="sum", **options)
-    x, _, all_x, _ = data(rank)
-    for with_output in (False, True):
-        model.zero_grad()
-        oracle.zero_grad()
-        output, kept = run_keeping(model, x)
-        kept = NoGradient.apply(kept) if rank else kept
-        (output + kept if with_output else kept).backward(**KEEP)
-        output, kept = run_keeping(oracle, all_x)
-        if with_output:
-            output.backward()
-        run_keeping(oracle, all_x[:4])[1].backward()
-        assert_same_gradients(model.module, oracle)
-
-
 # ---- how backward is called
 
 
-@case()
+@on_two_ranks()
 def test_derivatives_of_higher_order(rank: int, options: dict) -> None:
     """C5"""
 
@@ -309,7 +223,7 @@ def test_derivatives_of_higher_order(rank: int, options: dict) -> None:
         compare(rank, model, oracle, run, rtol=1e-9)
 
 
-@case()
+@on_two_ranks()
 def test_a_backward_for_inputs_only_waits_for_no_rank(rank: int, options: dict) -> None:
     """C4, C5"""
     model, oracle = twins(perceptron, **options)
@@ -331,7 +245,7 @@ def test_a_backward_for_inputs_only_waits_for_no_rank(rank: int, options: dict) 
     compare(rank, model, oracle)
 
 
-@case()
+@on_two_ranks()
 def test_two_models_that_train_each_other(rank: int, options: dict) -> None:
     """C4: as in adversarial training: parts are frozen in turn."""
     makes = [lambda: nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 5)).double(), perceptron]
@@ -350,7 +264,7 @@ def test_two_models_that_train_each_other(rank: int, options: dict) -> None:
             assert_same_gradients(pair[0].module, pair[1])
 
 
-@case()
+@on_two_ranks()
 def test_a_wrapper_inside_a_wrapped_module(rank: int, options: dict) -> None:
     """C15"""
 
@@ -380,7 +294,7 @@ def test_a_wrapper_inside_a_wrapped_module(rank: int, options: dict) -> None:
 # ---- accumulation
 
 
-@case(ONE)
+@on_two_ranks(ONE)
 def test_what_was_accumulated_can_be_dropped_or_scaled(rank: int, options: dict) -> None:
     """C6"""
     model, oracle = twins(perceptron, **options)
@@ -400,7 +314,7 @@ def test_what_was_accumulated_can_be_dropped_or_scaled(rank: int, options: dict)
     assert_same_gradients(model.module, oracle)
 
 
-@case()
+@on_two_ranks()
 def test_inside_no_sync_only_backward_counts(rank: int, options: dict) -> None:
     """C6, C5: a gradient penalty, an attack on the inputs, and gradients that are only looked at."""
     model, oracle = twins(perceptron, **options)
@@ -433,7 +347,7 @@ def checkpointed(reentrant: bool) -> nn.Module:
     return Calls(forward, one=nn.Linear(5, 5), two=nn.Linear(5, 5), last=nn.Linear(5, 3)).double()
 
 
-@case()
+@on_two_ranks()
 def test_activation_checkpoints(rank: int, options: dict) -> None:
     """C4"""
     for reentrant in (False, True):
@@ -456,7 +370,7 @@ def test_activation_checkpoints(rank: int, options: dict) -> None:
                 compare(rank, model, oracle)
 
 
-@case()
+@on_two_ranks()
 def test_a_module_whose_output_is_its_loss(rank: int, options: dict) -> None:
     """C2, C1"""
     make = lambda: Calls(lambda module, x, y: mse_loss(module.body(x), y), body=perceptron())  # noqa: E731
@@ -465,7 +379,7 @@ def test_a_module_whose_output_is_its_loss(rank: int, options: dict) -> None:
         compare(rank, model, oracle, lambda module, x, y: module(x, y).backward(), sizes=sizes)
 
 
-@case(ONE)
+@on_two_ranks(ONE)
 def test_losses_over_tokens(rank: int, options: dict) -> None:
     """C1"""
     for loss in ("mean", "sum"):
@@ -490,7 +404,7 @@ def own_hook(state: list, bucket: object) -> torch.futures.Future:
     return work.get_future().then(lambda future: future.value()[0] / torch.distributed.get_world_size())
 
 
-@case(ONE)
+@on_two_ranks(ONE)
 def test_communication_hooks(rank: int, options: dict) -> None:
     """C10"""
     calls: list = []
@@ -528,7 +442,7 @@ def test_communication_hooks(rank: int, options: dict) -> None:
 # ---- buffers, copies, files
 
 
-@case()
+@on_two_ranks()
 def test_buffers_are_those_of_the_first_process(rank: int, options: dict) -> None:
     """C8"""
 
@@ -552,7 +466,7 @@ def test_buffers_are_those_of_the_first_process(rank: int, options: dict) -> Non
             torch.testing.assert_close(one, two, rtol=1e-11, atol=1e-13, msg=name)
 
 
-@case(ONE)
+@on_two_ranks(ONE)
 def test_forwards_before_one_backward_read_the_process_own_buffers(rank: int, options: dict) -> None:
     """C8: the second process has no rows in the first forward, and does not know of what that has written."""
 
@@ -570,7 +484,7 @@ def test_forwards_before_one_backward_read_the_process_own_buffers(rank: int, op
     torch.testing.assert_close(model(x), module.last(x) * 3)
 
 
-@case()
+@on_two_ranks()
 def test_buffers_that_forward_reassigns(rank: int, options: dict) -> None:
     """C8, R5, C11: those of the first process persist. If their form depends on the rows, the processes would receive
     buffers of another size than their own."""
@@ -593,7 +507,7 @@ def test_buffers_that_forward_reassigns(rank: int, options: dict) -> None:
         model(x, keep=True).sum().backward()
 
 
-@case(ONE)
+@on_two_ranks(ONE)
 def test_one_process_evaluates_between_forward_and_backward(rank: int, options: dict) -> None:
     """C8: whether buffers are sent is decided by the mode of the forward, which was the same everywhere."""
     module = nn.Sequential(nn.BatchNorm1d(5), perceptron()).double()
@@ -608,7 +522,7 @@ def test_one_process_evaluates_between_forward_and_backward(rank: int, options: 
     assert torch.equal(*communicator_for().all_gather_object(module[0].running_mean.cpu(), "comparing buffers"))
 
 
-@case()
+@on_two_ranks()
 def test_copies_and_files(rank: int, options: dict) -> None:
     """C7"""
     module = perceptron()
@@ -668,7 +582,7 @@ def test_a_file_of_several_processes_is_loaded_by_one(tmp_path):
     assert model.module[0].weight.grad is not None
 
 
-@case()
+@on_two_ranks()
 def test_a_forward_that_fails_is_tried_again(rank: int, options: dict) -> None:
     """C12: an error that the program handles itself is not reported to the other ranks."""
 
@@ -697,12 +611,7 @@ def test_a_forward_that_fails_is_tried_again(rank: int, options: dict) -> None:
         assert_same_gradients(model.module, oracle)
 
 
-def many_buckets(rank: int, world_size: int, num_replicas: int) -> object:
-    with on_own_devices(rank, num_replicas) as options:
-        return train_with_many_buckets(rank, world_size, options)
-
-
-def train_with_many_buckets(rank: int, world_size: int, options: dict) -> object:
+def train_with_many_buckets(rank: int, world_size: int, **options: list[str]) -> object:
     from unisono.distributed import bucketed_all_reduce
 
     bucketed_all_reduce.FIRST_BUCKET_BYTES, bucketed_all_reduce.BUCKET_BYTES = 200, 700
@@ -741,7 +650,7 @@ def train_with_many_buckets(rank: int, world_size: int, options: dict) -> object
 )
 def test_many_buckets_in_flight(world_size, num_replicas):
     """C13"""
-    ends = run_ranks(world_size, many_buckets, world_size, num_replicas)
+    ends = run_on_devices(world_size, train_with_many_buckets, world_size, num_replicas=num_replicas)
     assert all(end == ends[0] for end in ends), "every process ends with the same bits"
 
 
@@ -751,17 +660,12 @@ def num_collectives() -> int:
     return sum(group._get_sequence_number_for_group() for group in groups)
 
 
-def steps(rank: int, width: int, dtype: torch.dtype) -> tuple[list[int], str]:
-    with on_own_devices(rank) as options:
-        return counted_steps(rank, width, dtype, options)
-
-
-def counted_steps(rank: int, width: int, dtype: torch.dtype, options: dict) -> tuple[list[int], str]:
+def counted_steps(rank: int, width: int, dtype: torch.dtype, **options: list[str]) -> tuple[list[int], str]:
     model, oracle = twins(lambda: nn.Sequential(*(nn.Linear(width, width) for _ in range(10))).to(dtype), **options)
     generator = torch.Generator().manual_seed(1)
     rtol = 1e-5 if dtype == torch.float32 else 1e-11
     counts = []
-    for sizes in SIZES[0][:2], SIZES[0][:2], SIZES[1][:2], [0, 5], [2, 0], SIZES[0][:2]:
+    for sizes in [4, 9], [4, 9], [7, 3], [0, 5], [2, 0], [4, 9]:
         x = drawn_by(generator, sum(sizes), width).to(dtype)
         model.zero_grad()
         oracle.zero_grad()
@@ -782,7 +686,7 @@ def test_a_step_has_one_collective_a_bucket_and_one_for_the_weights(width, on_cp
 
     An accelerator would have to be waited for; there they are in two collectives of the host's.
     """
-    (counts, bits), other = run_ranks(2, steps, width, dtype)
+    (counts, bits), other = run_on_devices(2, counted_steps, width, dtype)
     assert (counts, bits) == other
     assert counts == [on_cpu if ON_CPU else on_accelerator + 2] * len(counts)
 
@@ -796,7 +700,7 @@ def test_a_large_gradient_waits_for_no_larger_one():
     assert [bucket.numbers for bucket in plan.buckets] == [(7, 6, 5, 4), (3, 2), (1, 0)]
 
 
-@case()
+@on_two_ranks()
 def test_a_profile_shows_the_backward_of_a_step_and_the_sum(rank: int, options: dict) -> None:
     """C1: the numbers are those of a step that is not recorded."""
     model, oracle = twins(perceptron, **options)
@@ -820,7 +724,7 @@ def test_a_profile_shows_the_backward_of_a_step_and_the_sum(rank: int, options: 
 
 
 @pytest.mark.skipif(not ON_CPU, reason="recorded accelerators have a boundary, whose failed backward ends the training")
-@case(ONE)
+@on_two_ranks(ONE)
 def test_a_backward_that_fails_is_none_of_a_profiles_passes(rank: int, options: dict) -> None:
     """C1: one for given tensors, after which the ranks go on."""
     model, _ = twins(perceptron, **options)
@@ -835,7 +739,7 @@ def test_a_backward_that_fails_is_none_of_a_profiles_passes(rank: int, options: 
     assert timeline.current_step() is None
 
 
-@case()
+@on_two_ranks()
 def test_a_backward_that_fails_inside_no_sync_is_this_ranks_own(rank: int, options: dict) -> None:
     """C2, C12: nothing is sent there, so no other rank waits, and the next step goes on."""
     model, oracle = twins(perceptron, **options)
@@ -870,7 +774,7 @@ class Carries(nn.Module):
         return self.state
 
 
-@case(ONE)
+@on_two_ranks(ONE)
 def test_what_forward_assigns_stays_with_its_history(rank: int, options: dict) -> None:
     """R6, C4: as with one device in a process; what holds a layer is lost, with a warning."""
     model, oracle = twins(Carries, **options)
@@ -899,7 +803,7 @@ def test_what_forward_assigns_stays_with_its_history(rank: int, options: dict) -
     assert not hasattr(model.module, "layer")
 
 
-@case(ONE)
+@on_two_ranks(ONE)
 def test_the_graph_is_freed_before_the_other_ranks_are_waited_for(rank: int, options: dict) -> None:
     """N10, C1"""
     activations: list[weakref.ref] = []
@@ -922,7 +826,7 @@ def test_the_graph_is_freed_before_the_other_ranks_are_waited_for(rank: int, opt
     assert set(alive) == {False}
 
 
-@case()
+@on_two_ranks()
 def test_steps_leave_nothing(rank: int, options: dict) -> None:
     """N10, C1: a collective keeps the state of the thread that began it; the sums of the step may not be in that."""
     several_buckets = nn.Sequential(nn.Linear(5, 256), nn.Linear(256, 256), nn.Linear(256, 3)).double()

@@ -32,23 +32,11 @@ OPEN_MPI = {
 }  # fmt: skip
 HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "MASTER_ADDR": "first", "MASTER_PORT": "29500"}
-STARTS = ("SLURM_", "OMPI_", "PMI", "MPI_", "MV2_", "FLUX_", "JSM_")
 
 
 @pytest.fixture(autouse=True)
-def environment_of(monkeypatch):
-    """Set launchers' variables to those given, and no others."""
-
-    def set_to(*variables: dict[str, str], **more: str) -> None:
-        for name in [name for name in os.environ if name.startswith(STARTS) or name in TORCHRUN]:
-            monkeypatch.delenv(name)
-        for given in (*variables, more):
-            for name, value in given.items():
-                monkeypatch.setenv(name, value)
-
-    set_to()
+def _hosts_have_addresses(monkeypatch, environment_of):
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_: [()])
-    return set_to
 
 
 @pytest.mark.parametrize(

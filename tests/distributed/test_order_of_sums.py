@@ -1,6 +1,7 @@
-"""One backward that leads to several forwards, or models: ranks come to the sums in one order."""
+"""One backward that leads to several forwards, models, or losses that left forward: ranks sum in one order."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -9,24 +10,28 @@ from torch.utils.checkpoint import checkpoint
 
 from helpers.comparisons import assert_same_gradients
 from helpers.contract import ON_CPU
-from helpers.ranks import drawn, on_own_devices, run_ranks
+from helpers.ranks import drawn, on_two_ranks, run_on_devices, run_ranks
 from helpers.twins import rows_of, twins
 
 SIZES = (4, 9)
 NUM_STEPS = 6
 
 
+# On accelerators two threads go through a replica's graph, and the first must not free it.
+KEEP = {"retain_graph": not ON_CPU}
+
+
 class Keeps(nn.Module):
-    """Keeps a loss of its rows."""
+    """Keeps a loss of its rows, and one of a layer that nothing else uses."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.last = nn.Linear(5, 16), nn.Linear(16, 5)
+        self.first, self.last, self.side = nn.Linear(5, 16), nn.Linear(16, 5), nn.Linear(5, 3)
         self.kept: list[torch.Tensor] = []
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = self.first(x).tanh()
-        self.kept.append(hidden.square().sum())
+        self.kept.append(hidden.square().sum() + self.side(x).pow(3).sum())
         return self.last(hidden)
 
 
@@ -80,70 +85,89 @@ def forwards_in_turn(one: nn.Module, other: nn.Module, x: torch.Tensor) -> torch
     return first[1] + second[1] + third[1] + third[0]
 
 
-def compare(rank: int, name: str, num_replicas: int) -> None:
-    with on_own_devices(rank, num_replicas) as options:
-        pairs = [twins(lambda: Keeps().double(), loss="sum", **options) for _ in range(2)]
-        for seed in range(NUM_STEPS):
-            x = drawn(sum(SIZES), 5, seed=seed)
-            for modules, rows in (([m for m, _ in pairs], x[rows_of(rank, SIZES)]), ([o for _, o in pairs], x)):
-                for module in modules:
-                    module.zero_grad()
-                # On accelerators two threads go through a replica's graph, and the first must not free it.
-                LOSSES[name](*modules, rows).backward(retain_graph=not ON_CPU)
-            for model, oracle in pairs:
-                assert_same_gradients(model.module, oracle)
+def compare(rank: int, name: str, **options: Any) -> None:
+    pairs = [twins(lambda: Keeps().double(), loss="sum", **options) for _ in range(2)]
+    for seed in range(NUM_STEPS):
+        x = drawn(sum(SIZES), 5, seed=seed)
+        for modules, rows in (([m for m, _ in pairs], x[rows_of(rank, SIZES)]), ([o for _, o in pairs], x)):
+            for module in modules:
+                module.zero_grad()
+            LOSSES[name](*modules, rows).backward(**KEEP)
+        for model, oracle in pairs:
+            assert_same_gradients(model.module, oracle)
 
 
 @pytest.mark.parametrize("num_replicas", [1, 2])
 @pytest.mark.parametrize("name", LOSSES)
 def test_one_backward(name: str, num_replicas: int) -> None:
     """C1, C4: the gradients of all rows, whichever of its threads torch runs first."""
-    run_ranks(2, compare, name, num_replicas)
+    run_on_devices(2, compare, name, num_replicas=num_replicas)
 
 
-def hooks(rank: int) -> None:
-    with on_own_devices(rank) as options:
-        models = [twins(lambda: Keeps().double(), loss="sum", **options)[0] for _ in range(2)]
-        called: list[torch.Tensor] = []
+@on_two_ranks(1)
+def test_hooks_of_parameters(rank: int, options: dict) -> None:
+    """C1, R9: they are called once, with the sum, for both models."""
+    models = [twins(lambda: Keeps().double(), loss="sum", **options)[0] for _ in range(2)]
+    called: list[torch.Tensor] = []
+    for model in models:
+        model.module.first.weight.register_hook(called.append)
+        model.module.first.weight.register_post_accumulate_grad_hook(lambda tensor: called.append(tensor.grad))
+    for seed in range(2):
         for model in models:
-            model.module.first.weight.register_hook(called.append)
-            model.module.first.weight.register_post_accumulate_grad_hook(lambda tensor: called.append(tensor.grad))
-        for seed in range(2):
-            for model in models:
-                model.zero_grad()
-            LOSSES["kept_by_two_models"](*models, drawn(4, 5, seed=seed)).backward(retain_graph=not ON_CPU)
-            expected = [model.module.first.weight.grad for model in models for _ in range(2)]
-            assert sorted(each.sum().item() for each in called) == sorted(each.sum().item() for each in expected)
-            called.clear()
+            model.zero_grad()
+        LOSSES["kept_by_two_models"](*models, drawn(4, 5, seed=seed)).backward(**KEEP)
+        expected = [model.module.first.weight.grad for model in models for _ in range(2)]
+        assert sorted(each.sum().item() for each in called) == sorted(each.sum().item() for each in expected)
+        called.clear()
 
 
-def test_hooks_of_parameters() -> None:
-    """C1, H4: they are called once, with the sum, for both models."""
-    run_ranks(2, hooks)
-
-
-def given_inputs(rank: int) -> None:
-    with on_own_devices(rank) as options:
-        pairs = [twins(lambda: Keeps().double(), loss="sum", **options) for _ in range(2)]
-        models, oracles = [model for model, _ in pairs], [oracle for _, oracle in pairs]
-        inputs = [drawn(4, 5, seed=number) for number in range(2)]
-        losses = [LOSSES["kept_by_two_models"](*models, inputs[rank])]
-        losses += [LOSSES["kept_by_two_models"](*oracles, x) for x in inputs]
-        owners = [models, oracles, oracles]
-        parameters = [[p for m in each for p in m.parameters()] for each in owners]
-        options = {"retain_graph": True, "allow_unused": True}
-        found, *each = [
-            torch.autograd.grad(loss, of_loss, **options) for loss, of_loss in zip(losses, parameters, strict=True)
-        ]
-        for gradient, *of_rank in zip(found, *each, strict=True):
-            assert (gradient is None) == (of_rank[0] is None)
-            if gradient is not None:
-                torch.testing.assert_close(gradient, of_rank[0] + of_rank[1], rtol=1e-12, atol=1e-14)
-
-
-def test_given_inputs() -> None:
+@on_two_ranks(1)
+def test_given_inputs(rank: int, options: dict) -> None:
     """C1, C5: also of two models at once."""
-    run_ranks(2, given_inputs)
+    pairs = [twins(lambda: Keeps().double(), loss="sum", **options) for _ in range(2)]
+    models, oracles = [model for model, _ in pairs], [oracle for _, oracle in pairs]
+    inputs = [drawn(4, 5, seed=number) for number in range(2)]
+    losses = [LOSSES["kept_by_two_models"](*models, inputs[rank])]
+    losses += [LOSSES["kept_by_two_models"](*oracles, x) for x in inputs]
+    owners = [models, oracles, oracles]
+    parameters = [[p for m in each for p in m.parameters()] for each in owners]
+    found, *each = [
+        torch.autograd.grad(loss, of_loss, retain_graph=True, allow_unused=True)
+        for loss, of_loss in zip(losses, parameters, strict=True)
+    ]
+    for gradient, *of_rank in zip(found, *each, strict=True):
+        assert (gradient is None) == (of_rank[0] is None)
+        if gradient is not None:
+            torch.testing.assert_close(gradient, of_rank[0] + of_rank[1], rtol=1e-12, atol=1e-14)
+
+
+class NoGradient(torch.autograd.Function):
+    """The identity, through which no gradient goes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> None:
+        return None
+
+
+@on_two_ranks()
+def test_a_loss_that_leaves_forward_and_has_no_gradient_on_one_rank(rank: int, options: dict) -> None:
+    """C1, C3: the other ranks waited for it."""
+    model, oracle = twins(lambda: Keeps().double(), loss="sum", **options)
+    x = drawn(sum(SIZES), 5)
+    for with_output in (False, True):
+        model.zero_grad()
+        oracle.zero_grad()
+        output, kept = keeping(model, x[rows_of(rank, SIZES)])
+        kept = NoGradient.apply(kept) if rank else kept
+        (output + kept if with_output else kept).backward(**KEEP)
+        if with_output:
+            keeping(oracle, x)[0].backward()
+        keeping(oracle, x[rows_of(0, SIZES)])[1].backward()
+        assert_same_gradients(model.module, oracle)
 
 
 # Ranks that run a forward in other ways

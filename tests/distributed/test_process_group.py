@@ -11,7 +11,6 @@ import sys
 import textwrap
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -25,7 +24,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 import unisono
 from helpers.modules import Calls
 from helpers.programs import run_scripts, until
-from helpers.ranks import Ended, end_ranks, free_port, run_ranks
+from helpers.ranks import Ended, end_ranks, free_port, in_ranks, run_ranks
 from unisono.distributed import environment, failures, process_group, waiting
 from unisono.distributed.failures import Failures
 from unisono.distributed.process_group import Communicator, RankDevice, communicator_for
@@ -69,18 +68,15 @@ def mixed(rank: int) -> list[torch.Tensor]:
     ]
 
 
-def broadcasts(rank: int) -> None:
+@in_ranks(3)
+def test_a_broadcast_of_tensors_of_all_kinds(rank: int) -> None:
+    """C7, C8"""
     communicator = communicator_for()
     group, tensors = communicator.group_for(communicator.agree_on_devices(torch.device("cpu")), "testing"), mixed(rank)
     versions = [tensor._version for tensor in tensors]
     communicator.broadcast(2, tensors, group, "testing")()
     assert versions == [tensor._version for tensor in tensors], "constants may be part of a graph"
     assert all(map(torch.equal, tensors, mixed(2)))
-
-
-def test_a_broadcast_of_tensors_of_all_kinds():
-    """C7, C8"""
-    run_ranks(3, broadcasts)
 
 
 # Models that differ, and steps
@@ -321,15 +317,18 @@ class TroubleError(Exception):
     """What goes wrong in these tests."""
 
 
-def fails_at(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    def trouble(*_: object) -> None:
-        raise TroubleError("no more memory")
+def trouble(*_: object) -> None:
+    raise TroubleError("no more memory")
 
+
+def fails_at(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """Run a body; `where` it fails is "forward", or the number of the layer at whose output backward does."""
     if module.where == "forward":
         trouble()
-    x = module.body(x)
-    if module.where == "backward":
-        x.register_hook(trouble)
+    for number, layer in enumerate(module.body):
+        x = layer(x)
+        if module.where == number:
+            x.register_hook(trouble)
     return x
 
 
@@ -342,9 +341,9 @@ def fails(rank: int, where: str, options: dict) -> None:
     model = wrapped(Calls(fails_at, body=body, where=""), **options)
     step(model)
     if rank == 1:
-        model.module.where = where
+        model.module.where = len(body) - 1 if where == "backward" else where
         if where == "loading":
-            raise TroubleError("no more memory")
+            trouble()
         if where == "exit":
             sys.exit(0)
         if where == "exit 3":
@@ -375,20 +374,9 @@ def test_the_others_learn_why_one_has_failed(where, options):
         assert ended[rank].exit_code == 1
 
 
-def fails_in_the_middle(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    def trouble(*_: object) -> None:
-        raise TroubleError("no more memory")
-
-    for number, layer in enumerate(module.body):
-        x = layer(x)
-        if number == module.where:
-            x.register_hook(trouble)
-    return x
-
-
 def trains_on(rank: int, where: int) -> None:
     body = nn.Sequential(nn.Linear(4, 300), *[nn.Linear(300, 300) for _ in range(4)], nn.Linear(300, 4))
-    model = wrapped(Calls(fails_in_the_middle, body=body, where=None))
+    model = wrapped(Calls(fails_at, body=body, where=None))
     step(model)
     if rank == 1:
         model.module.where = where
@@ -459,7 +447,9 @@ def test_a_rank_that_has_raised_and_lives_on(tmp_path):
     assert "Rank 1 says: TroubleError: no such file" in last_error(first)
 
 
-def goes_on(rank: int) -> None:
+@in_ranks(2)
+def test_a_rank_that_has_raised_and_goes_on(rank: int) -> None:
+    """C12: as one that tries a step again with fewer rows."""
     model = wrapped(Calls(fails_on_three_rows if rank == 1 else net_of, net=net()))
     for _ in range(2):
         if rank == 1:
@@ -470,11 +460,6 @@ def goes_on(rank: int) -> None:
     if rank == 1:
         time.sleep(1)
     model(ROWS[:2]).sum().backward()
-
-
-def test_a_rank_that_has_raised_and_goes_on():
-    """C12: as one that tries a step again with fewer rows."""
-    run_ranks(2, goes_on)
 
 
 def fails_between_wraps(rank: int) -> None:
@@ -661,8 +646,12 @@ def test_groups_leave_no_files_and_threads():
     assert [(end.returncode, end.stderr) for end in ended] == [(0, "")] * 2
 
 
-def ends_groups_alone(rank: int) -> None:
-    """Make and end groups, in another number on each rank, between models that they have in common."""
+@in_ranks(2, timeout_s=20)
+def test_groups_that_ranks_have_ended_do_not_count(rank: int) -> None:
+    """C12: torch names a group after the number of those that its process has; ranks looked for each other in vain.
+
+    Here each makes and ends another number of groups than the other, between models that they have in common.
+    """
     for number in range(3):
         given = torch.distributed.new_group([0, 1])
         model = wrapped(process_group=given)
@@ -672,11 +661,6 @@ def ends_groups_alone(rank: int) -> None:
             torch.distributed.destroy_process_group(given)
             del model, given
             gc.collect()
-
-
-def test_groups_that_ranks_have_ended_do_not_count():
-    """C12: torch names a group after the number of those that its process has; ranks looked for each other in vain."""
-    run_ranks(2, ends_groups_alone, timeout_s=20)
 
 
 def test_groups_made_anew_at_the_same_port():
@@ -753,27 +737,6 @@ def test_ctrl_c_while_waiting(tmp_path):
     ended = run_program(body)
     assert "KeyboardInterrupt" in ended[0].stderr
     assert "KeyboardInterrupt" in ended[1].stderr.strip().splitlines()[-1] or "rank 0 has ended" in ended[1].stderr
-
-
-def joined_twice(rank: int, folder: str) -> list[bool]:
-    spans = []
-    communicator = weakref.ref(communicator_for())
-    for attempt in range(2):
-        model = wrapped()
-        step(model)
-        spans.append(model.spans_processes)
-        del model
-        torch.distributed.destroy_process_group()
-        gc.collect()
-        if attempt == 0:
-            assert communicator() is None, gc.get_referrers(communicator())
-            store = torch.distributed.FileStore(str(Path(folder, "second")), 2)
-            torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    return spans
-
-
-def test_the_group_of_a_program_can_be_made_anew(tmp_path):
-    assert run_ranks(2, joined_twice, str(tmp_path)) == [[True, True]] * 2
 
 
 # Accelerators

@@ -2,7 +2,7 @@
 
 import itertools
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 from unittest.mock import Mock
 
@@ -13,7 +13,7 @@ from torch import nn
 import unisono
 from helpers.comparisons import assert_same_gradients
 from helpers.modules import Calls
-from helpers.ranks import drawn, drawn_by, end_ranks, on_own_devices, run_ranks
+from helpers.ranks import drawn, drawn_by, end_ranks, on_its_devices, on_two_ranks, run_on_devices
 from helpers.twins import rows_of, twins
 from unisono.distributed.uneven_inputs import empty_batch, even_batches
 
@@ -22,15 +22,6 @@ def batches_of(rank: int, num_batches: int) -> list[dict[str, torch.Tensor]]:
     generator = torch.Generator().manual_seed(rank)
     rows = [3 + rank] * num_batches
     return [{"x": drawn_by(generator, n, 4), "y": torch.ones(n, 2).double()} for n in rows]
-
-
-def on_its_device(rank: int, function: Callable[..., Any], *args: Any) -> Any:
-    with on_own_devices(rank) as options:
-        return function(rank, *args, **options)
-
-
-def run_on_devices(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-    return run_ranks(world_size, on_its_device, function, *args)
 
 
 def train(rank: int, lengths: list[int], **options: Any) -> list[int]:
@@ -83,29 +74,6 @@ def test_an_exhausted_loader_is_not_asked_again():
     assert run_on_devices(2, rows_of_one_epoch) == [[2, 2, 0, 0], [2, 2, 2, 2]]
 
 
-def leave_early(rank: int, **options: Any) -> str:
-    model = unisono.DataParallel(nn.Linear(4, 2).double(), **options)
-    for batch in model.batches(batches_of(rank, 2)):
-        if rank:
-            break
-        try:
-            model(batch["x"]).sum().backward()
-        except RuntimeError as error:
-            return str(error)
-    if rank:
-        with pytest.raises(RuntimeError) as raised:
-            next(model.batches(batches_of(rank, 1)))
-        return str(raised.value)
-    return "nothing was noticed"
-
-
-def test_a_process_that_leaves_the_loop_is_noticed():
-    """C11"""
-    for text in run_on_devices(2, leave_early):
-        assert "rank 0 is at summing gradients" in text
-        assert "rank 1 at taking the next batch" in text
-
-
 def test_one_process_gets_the_loaders_batches():
     model = unisono.DataParallel(nn.Linear(4, 2), ["cpu"])
     batches = [torch.zeros(2, 4), torch.zeros(1, 4)]
@@ -141,14 +109,15 @@ def test_without_rows_the_module_runs_on_rows_that_it_has_seen():
 
 def test_a_module_that_cannot_run_on_zeros_says_why_it_did():
     """C2"""
-    ends = end_ranks(2, on_its_device, train_picky, [0, 1])
+    ends = end_ranks(2, on_its_devices, train_picky, 1, [0, 1])
     assert all(end.exit_code for end in ends)
     assert "ValueError: a row of zeros" in ends[0].error
     assert "this process has an empty batch" in ends[0].error
 
 
-def train_with_input_gradients(rank: int, **options: Any) -> None:
-    """The second process has no rows in the second step, whose rows are float32."""
+@on_two_ranks(1)
+def test_without_rows_the_inputs_need_gradients_and_have_the_dtype_of_this_batch(rank: int, options: dict) -> None:
+    """C2, C9: with gradients of inputs, batch norm exchanges more in backward, also where the rows are stand-ins."""
     options = {"sync_batch_norm": True, **options}
     model, oracle = twins(lambda: nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 2)).double(), **options)
     for dtype, sizes in ((torch.float64, (3, 2)), (torch.float32, (5, 0))):
@@ -162,11 +131,6 @@ def train_with_input_gradients(rank: int, **options: Any) -> None:
         assert_same_gradients(model.module, oracle, rtol=1e-5, atol=1e-6)
     if rank == 0:
         torch.testing.assert_close(own.grad, x.grad)
-
-
-def test_without_rows_the_inputs_need_gradients_and_have_the_dtype_of_this_batch():
-    """C2, C9: with gradients of inputs, batch norm exchanges more in backward, also where the rows are stand-ins."""
-    run_on_devices(2, train_with_input_gradients)
 
 
 def find_in_samples(rank: int, **options: Any) -> list[list[str]]:

@@ -10,7 +10,7 @@ from torch import nn
 
 from helpers.comparisons import assert_same_gradients
 from helpers.modules import Calls
-from helpers.ranks import drawn, on_own_devices, run_ranks
+from helpers.ranks import drawn, on_two_ranks, run_on_devices
 from helpers.twins import rows_of, twins
 from unisono import DataParallel
 
@@ -75,36 +75,30 @@ def inputs(rank: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     return x[rows_of(rank, SIZES)], x
 
 
-def train_alike(rank: int) -> None:
-    """Compare steps with those of the plain module."""
-    with on_own_devices(rank) as options:
-        model, oracle = twins(lambda: network(of_all_rows), loss="sum", **options)
-        for seed in range(3):
-            x, all_x = inputs(rank, seed)
-            for module in (model, oracle):
-                module.zero_grad()
-            model(x).square().sum().backward()
-            with torch.no_grad():  # its own sum over the ranks would count all rows twice
-                oracle.key.weight[0] = all_x.sum(0)
-            (oracle.key(all_x) + oracle.query(all_x) + oracle.shift).square().sum().backward()
-            assert_same_gradients(model.module, oracle)
-
-
-def test_what_all_ranks_write_alike_is_right() -> None:
+@on_two_ranks(1)
+def test_what_all_ranks_write_alike_is_right(rank: int, options: dict) -> None:
     """C19: it is what one device writes. Other ways are programs of the contract."""
-    run_ranks(2, train_alike)
+    model, oracle = twins(lambda: network(of_all_rows), loss="sum", **options)
+    for seed in range(3):
+        x, all_x = inputs(rank, seed)
+        for module in (model, oracle):
+            module.zero_grad()
+        model(x).square().sum().backward()
+        with torch.no_grad():  # its own sum over the ranks would count all rows twice
+            oracle.key.weight[0] = all_x.sum(0)
+        (oracle.key(all_x) + oracle.query(all_x) + oracle.shift).square().sum().backward()
+        assert_same_gradients(model.module, oracle)
 
 
-def fail(rank: int, name: str, message: str, way: str) -> None:
-    with on_own_devices(rank) as options:
-        model, _ = twins(lambda: network(WRITES[name]), loss="sum", **options)
-        x, _ = inputs(rank, 0)
-        if way == "without gradients first":
-            with torch.no_grad():
-                model(x)
-        around: Any = {"in no_sync": model.no_sync, "while hooks of saved tensors are active": saved_tensors}.get(way)
-        with (around or contextlib.nullcontext)(), pytest.raises(RuntimeError, match=message):
-            model(x).sum().backward()
+def fail(rank: int, name: str, message: str, way: str, **options: Any) -> None:
+    model, _ = twins(lambda: network(WRITES[name]), loss="sum", **options)
+    x, _ = inputs(rank, 0)
+    if way == "without gradients first":
+        with torch.no_grad():
+            model(x)
+    around: Any = {"in no_sync": model.no_sync, "while hooks of saved tensors are active": saved_tensors}.get(way)
+    with (around or contextlib.nullcontext)(), pytest.raises(RuntimeError, match=message):
+        model(x).sum().backward()
 
 
 def saved_tensors() -> Any:
@@ -124,76 +118,59 @@ WAYS = ["in a step", "in no_sync", "without gradients first"]
 )
 def test_what_ranks_write_for_their_own_rows_is_an_error(name: str, parameter: str, way: str) -> None:
     """C19: on all ranks, with the parameter and the remedies; their weights would go apart from there."""
-    run_ranks(2, fail, name, OTHER_VALUES.format(parameter, "To initialise .* call the plain module once"), way)
+    run_on_devices(2, fail, name, OTHER_VALUES.format(parameter, "To initialise .* call the plain module once"), way)
 
 
 def test_a_mode_that_other_threads_cannot_join() -> None:
     """C19: there the module runs whole, in the caller's thread."""
     message = OTHER_VALUES.format("key.weight", "register_buffer")
-    run_ranks(2, fail, "codebook", message, "while hooks of saved tensors are active")
+    run_on_devices(2, fail, "codebook", message, "while hooks of saved tensors are active")
 
 
-def later(rank: int) -> None:
-    with on_own_devices(rank) as options:
-        model, _ = twins(lambda: network(lambda net, x: codebook(net, x) if net.is_set else None), **options)
-        x, _ = inputs(rank, 0)
-        for _ in range(3):
-            model(x).sum().backward()
-        model.module.is_set.fill_(1)
-        with pytest.raises(RuntimeError, match=OTHER_VALUES.format("key.weight", "register_buffer")):
-            model(x).sum().backward()
-
-
-def test_a_later_step_that_writes() -> None:
+@on_two_ranks(1)
+def test_a_later_step_that_writes(rank: int, options: dict) -> None:
     """C19: wherever the version counter tells, not in the first step only."""
-    run_ranks(2, later)
+    model, _ = twins(lambda: network(lambda net, x: codebook(net, x) if net.is_set else None), **options)
+    x, _ = inputs(rank, 0)
+    for _ in range(3):
+        model(x).sum().backward()
+    model.module.is_set.fill_(1)
+    with pytest.raises(RuntimeError, match=OTHER_VALUES.format("key.weight", "register_buffer")):
+        model(x).sum().backward()
 
 
-def initialised(rank: int) -> None:
-    with on_own_devices(rank) as options:
-        x, all_x = inputs(rank, 0)
-        net = network(initialise)
-        with torch.no_grad():
-            net(x)
-        model = DataParallel(net, loss="sum", **options)
-        model(x).square().sum().backward()
-        totals = [torch.zeros_like(net.shift, device="cpu") for _ in range(2)]
-        torch.distributed.all_gather(totals, net.shift.detach().cpu())
-        assert torch.equal(*totals)
-        torch.testing.assert_close(totals[0], all_x[rows_of(0, SIZES)].mean(0)[:3].cpu())
-
-
-def test_the_remedy_for_an_initialisation() -> None:
+@on_two_ranks(1)
+def test_the_remedy_for_an_initialisation(rank: int, options: dict) -> None:
     """C19, C7: all ranks get rank 0's, from rank 0's batch."""
-    run_ranks(2, initialised)
+    x, all_x = inputs(rank, 0)
+    net = network(initialise)
+    with torch.no_grad():
+        net(x)
+    model = DataParallel(net, loss="sum", **options)
+    model(x).square().sum().backward()
+    totals = [torch.zeros_like(net.shift, device="cpu") for _ in range(2)]
+    torch.distributed.all_gather(totals, net.shift.detach().cpu())
+    assert torch.equal(*totals)
+    torch.testing.assert_close(totals[0], all_x[rows_of(0, SIZES)].mean(0)[:3].cpu())
 
 
-def shortening(rank: int, num_replicas: int) -> None:
-    with on_own_devices(rank, num_replicas) as options:
-        model, oracle = twins(lambda: nn.Embedding(20, 4, max_norm=1.0).double(), loss="sum", **options)
-        same = torch.arange(6).to(model.module.weight.device)
-        for _ in range(2):  # all ranks shorten the same rows
-            model(same).square().sum().backward()
-        oracle(same).square().sum().backward()
-        torch.testing.assert_close(model.module.weight, oracle.weight)
-        with pytest.raises(RuntimeError, match=r"with max_norm each rank .* weight.renorm_\(2.0, 0, 1.0\)"):
-            model(same + 1 + 7 * rank).sum().backward()
-
-
-@pytest.mark.parametrize("num_replicas", [1, 2])
-def test_max_norm(num_replicas: int) -> None:
+@on_two_ranks()
+def test_max_norm(rank: int, options: dict) -> None:
     """C19: ranks that look up different rows would have different weights."""
-    run_ranks(2, shortening, num_replicas)
+    model, oracle = twins(lambda: nn.Embedding(20, 4, max_norm=1.0).double(), loss="sum", **options)
+    same = torch.arange(6).to(model.module.weight.device)
+    for _ in range(2):  # all ranks shorten the same rows
+        model(same).square().sum().backward()
+    oracle(same).square().sum().backward()
+    torch.testing.assert_close(model.module.weight, oracle.weight)
+    with pytest.raises(RuntimeError, match=r"with max_norm each rank .* weight.renorm_\(2.0, 0, 1.0\)"):
+        model(same + 1 + 7 * rank).sum().backward()
 
 
-def mapping(rank: int) -> None:
-    with on_own_devices(rank) as options:
-        model, _ = twins(lambda: network(decay), **options)
-        with pytest.raises(RuntimeError, match=r"written into parameter 'key.weight', in several replicas"):
-            for _ in model.map([inputs(0, seed)[0] for seed in range(4)]):
-                pass
-
-
-def test_a_map_over_ranks() -> None:
+@on_two_ranks(1)
+def test_a_map_over_ranks(rank: int, options: dict) -> None:
     """C19, R22: each rank would write for its own batches."""
-    run_ranks(2, mapping)
+    model, _ = twins(lambda: network(decay), **options)
+    with pytest.raises(RuntimeError, match=r"written into parameter 'key.weight', in several replicas"):
+        for _ in model.map([inputs(0, seed)[0] for seed in range(4)]):
+            pass

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from helpers.comparisons import assert_equal, assert_same_gradients
 from helpers.modules import Calls, Fn, WithBackward
 from helpers.programs import run_script
-from helpers.ranks import run_ranks
+from helpers.ranks import on_two_ranks
 from helpers.twins import rows_of, twins
 from unisono import DataParallel
 from unisono.runtime import devices
@@ -315,8 +315,10 @@ def test_what_counts_as_out_of_memory() -> None:
     assert not devices.is_out_of_memory(RuntimeError("out of luck"))
 
 
-def train_in_parts(rank: int, num_replicas: int) -> None:
-    model, oracle = twins(lambda: nn.Linear(3, 2).double(), device_ids=["cpu"] * num_replicas, parts=3)
+@on_two_ranks()
+def test_ranks_run_their_shards_in_parts(rank: int, options: dict[str, Any]) -> None:
+    """N13, C1: with one device a process too, whose output is not joined with others, but from its parts."""
+    model, oracle = twins(lambda: nn.Linear(3, 2).double(), parts=3, **options)
     x = torch.randn(13, 3, generator=torch.Generator().manual_seed(0)).double()
     own = rows_of(rank, (8, 5))
     output, expected = model(x[own]), oracle(x)
@@ -324,9 +326,3 @@ def train_in_parts(rank: int, num_replicas: int) -> None:
     output.square().mean().backward()
     expected.square().mean().backward()
     assert_same_gradients(model.module, oracle)
-
-
-@pytest.mark.parametrize("num_replicas", [1, 2])
-def test_ranks_run_their_shards_in_parts(num_replicas: int) -> None:
-    """N13, C1: with one device a process too, whose output is not joined with others, but from its parts."""
-    run_ranks(2, train_in_parts, num_replicas)

@@ -106,14 +106,6 @@ def branching_rows(*firsts: float) -> torch.Tensor:
     return x
 
 
-# How three replicas of `Branches` go where the second one turns left -> the error.
-DIFFERENT_WAYS = {
-    "one of two": "replicas 0 and 2 called the batch norm of right.running_mean, replica 1 called the batch norm of l",
-    "one more, last": "replicas 0 and 2 called the batch norm of left.running_mean, replica 1 called no further one",
-    "checkpoint": "replicas 0 and 2 called the batch norm of right.running_mean, replica 1 called the batch norm of l",
-}
-
-
 class BatchNormForceField(ForceField):
     """Differentiates through batch norm inside its own forward."""
 

@@ -1,11 +1,9 @@
-"""What tests of the commands share: calls and their errors, IDX files, local servers, the records of a run."""
+"""What tests of the commands share: calls and their errors, IDX files, the records of a run."""
 
 import contextlib
 import io
 import json
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from http.server import ThreadingHTTPServer
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,19 +27,6 @@ def write_idx(folder: Path, arrays: Sequence[torch.Tensor]) -> None:
     """Write training pictures, training labels, test pictures and test labels."""
     for name, array in zip(NAMES, arrays, strict=True):
         (folder / name).write_bytes(idx_bytes(array))
-
-
-@contextlib.contextmanager
-def serving(server: ThreadingHTTPServer) -> Iterator[None]:
-    """Serve in a thread until the block ends."""
-    with server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        try:
-            yield
-        finally:
-            server.shutdown()
-            thread.join()
 
 
 def metrics_of(path: Path) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""NVIDIA's GPUs that do not exist: torch's properties of them, and the driver's library."""
+"""The driver's library, with NVIDIA's GPUs that do not exist."""
 
 import importlib.util
 import sys
@@ -7,44 +7,12 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
-
-from unisono.runtime import devices
 
 GIB = 2**30
 
 
 class NVMLError(Exception):
     """What the driver's library raises."""
-
-
-def say_torch_has(
-    patch: pytest.MonkeyPatch, buses: Sequence[int], memory: Sequence[int], cores: Sequence[int]
-) -> list[torch.device]:
-    """Have torch report a GPU for each bus number of PCI, with so much memory (GiB) and so many cores."""
-    present = [torch.device("cuda", number) for number, _ in enumerate(buses)]
-    properties = [
-        SimpleNamespace(
-            name="Fake GPU",
-            total_memory=gib * GIB,
-            multi_processor_count=count,
-            pci_domain_id=0,
-            pci_bus_id=bus,
-            pci_device_id=0,
-        )
-        for bus, gib, count in zip(buses, memory, cores, strict=True)
-    ]
-    module = SimpleNamespace(
-        get_device_properties=lambda device: properties[torch.device(device).index],
-        can_device_access_peer=lambda source, target: {source.index, target.index} == {0, 1},
-    )
-    patch.setattr(torch, "get_device_module", lambda device=None: module)
-    patch.setattr(devices, "accelerators", lambda: present)
-    patch.setattr(devices, "computes_on_host", lambda device: device.type == "cpu")
-    patch.setattr("unisono.runtime.devices.free_memory_bytes", lambda device: memory[device.index] * GIB)
-    patch.setattr("unisono.monitor.inventory._copy_bytes_per_s", lambda source, target: 45e9)
-    patch.setattr(devices, "copies_arrive", lambda source, target: {source.index, target.index} != {0, 2})
-    return present
 
 
 def nvml(gpus: Sequence[dict[str, Any]]) -> ModuleType:

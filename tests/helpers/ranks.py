@@ -6,6 +6,7 @@ limit is killed, and the test fails.
 """
 
 import contextlib
+import importlib
 import pickle
 import socket
 import sys
@@ -17,6 +18,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 
 from helpers.contract import DEVICES, ON_CPU
@@ -67,6 +69,65 @@ def end_ranks(
             programs.append(stack.enter_context(forked(*job, env={**own, **env})))
         exit_codes = [program.wait() for program in programs]
         return [Ended(*_written(folder / f"rank {rank}"), code) for rank, code in enumerate(exit_codes)]
+
+
+def run_on_devices(
+    world_size: int, function: Callable[..., Any], *args: Any, num_replicas: int = 1, **options: Any
+) -> list[Any]:
+    """As `run_ranks`, with the wrapper's option for the devices of a rank: `function(rank, *args, device_ids=...)`."""
+    return run_ranks(world_size, on_its_devices, function, num_replicas, *args, **options)
+
+
+def on_its_devices(rank: int, function: Callable[..., Any], num_replicas: int, *args: Any) -> Any:
+    with on_own_devices(rank, num_replicas) as options:
+        return function(rank, *args, **options)
+
+
+_functions: dict[tuple[str, str], Callable[..., Any]] = {}  # those that are tests, by module and name
+
+
+def in_ranks(world_size: int, **options: Any) -> Callable[[Callable[[int], None]], Callable[[], None]]:
+    """Make a function of a rank a test, which runs it in ranks. The options are those of `end_ranks`."""
+
+    def take(function: Callable[[int], None]) -> Callable[[], None]:
+        _functions[function.__module__, function.__name__] = function
+
+        def test() -> None:
+            run_ranks(world_size, _call, function.__module__, function.__name__, **options)
+
+        test.__doc__ = function.__doc__
+        return test
+
+    return take
+
+
+def on_two_ranks(*replicas: int, **options: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a function a test: `function(rank, {"device_ids": ...})`, in two ranks, for each number of replicas a rank.
+
+    Args:
+        replicas: these numbers; 1 and 2 if none is given.
+        options: those of `end_ranks`.
+    """
+
+    def take(function: Callable[..., None]) -> Callable[..., None]:
+        _functions[function.__module__, function.__name__] = function
+
+        @pytest.mark.parametrize(
+            "num_replicas", replicas or (1, 2), ids=["", "one replica", "two replicas"].__getitem__
+        )
+        def test(num_replicas: int) -> None:
+            job = _call, function.__module__, function.__name__
+            run_on_devices(2, *job, num_replicas=num_replicas, **options)
+
+        test.__doc__ = function.__doc__
+        return test
+
+    return take
+
+
+def _call(rank: int, module: str, name: str, **options: Any) -> None:
+    importlib.import_module(module)
+    _functions[module, name](rank, *([options] if options else []))
 
 
 def own_devices(rank: int, num_replicas: int = 1) -> list[str]:

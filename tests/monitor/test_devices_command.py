@@ -4,20 +4,51 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from helpers.commands import assert_misused, status_of
-from helpers.fake_gpus import GIB, NVMLError, install, nvml, say_torch_has
+from helpers.fake_gpus import GIB, NVMLError, install, nvml
 from unisono.bench.machine import num_cores
 from unisono.monitor import cpu
 from unisono.monitor.nvml import GpuReader
 from unisono.runtime import devices
 
 VARIABLES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER")
+
+
+def say_torch_has(
+    patch: pytest.MonkeyPatch, buses: Sequence[int], memory: Sequence[int], cores: Sequence[int]
+) -> list[torch.device]:
+    """Have torch report a GPU for each bus number of PCI, with so much memory (GiB) and so many cores."""
+    present = [torch.device("cuda", number) for number, _ in enumerate(buses)]
+    properties = [
+        SimpleNamespace(
+            name="Fake GPU",
+            total_memory=gib * GIB,
+            multi_processor_count=count,
+            pci_domain_id=0,
+            pci_bus_id=bus,
+            pci_device_id=0,
+        )
+        for bus, gib, count in zip(buses, memory, cores, strict=True)
+    ]
+    module = SimpleNamespace(
+        get_device_properties=lambda device: properties[torch.device(device).index],
+        can_device_access_peer=lambda source, target: {source.index, target.index} == {0, 1},
+    )
+    patch.setattr(torch, "get_device_module", lambda device=None: module)
+    patch.setattr(devices, "accelerators", lambda: present)
+    patch.setattr(devices, "computes_on_host", lambda device: device.type == "cpu")
+    patch.setattr("unisono.runtime.devices.free_memory_bytes", lambda device: memory[device.index] * GIB)
+    patch.setattr("unisono.monitor.inventory._copy_bytes_per_s", lambda source, target: 45e9)
+    patch.setattr(devices, "copies_arrive", lambda source, target: {source.index, target.index} != {0, 2})
+    return present
 
 
 @pytest.fixture(autouse=True)

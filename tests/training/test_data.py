@@ -4,6 +4,7 @@ import functools
 import gc
 import gzip
 import hashlib
+import threading
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from unittest.mock import Mock
 
@@ -12,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from helpers.commands import NAMES, idx_bytes, serving, write_idx
+from helpers.commands import NAMES, idx_bytes, write_idx
 from unisono.console.errors import CommandError
 from unisono.console.progress import Progress
 from unisono.training import data
@@ -211,8 +212,12 @@ def server(folder, monkeypatch, tmp_path):
     server = ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(SimpleHTTPRequestHandler, directory=folder))
     address = f"http://127.0.0.1:{server.server_address[1]}/"
     monkeypatch.setattr(data, "FASHION_MNIST_URL", address)
-    with serving(server):
+    with server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
         yield address
+        server.shutdown()
+        thread.join()
     gc.collect()
 
 

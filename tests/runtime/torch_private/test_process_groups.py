@@ -1,7 +1,5 @@
 """Process groups, and what FSDP and DDP mark."""
 
-import importlib
-import sys
 import threading
 from types import SimpleNamespace
 
@@ -25,23 +23,6 @@ def test_a_group_is_aborted_without_a_wait() -> None:
     assert aborted.wait(60)
     may_end.set()
     process_groups.abort_group(SimpleNamespace(_device_types=[]))
-
-
-def test_what_fsdp_and_ddp_mark(monkeypatch: pytest.MonkeyPatch) -> None:
-    """tests/distributed/test_beside_torch.py has them in torch's own hands."""
-    module = torch.nn.Linear(2, 2)
-    assert not process_groups.is_sharded(module)
-    module._is_fsdp_managed_module = True
-    assert process_groups.is_sharded(module)
-    tensor = importlib.import_module("torch.distributed.tensor")
-    assert tensor.DTensor in process_groups.sharded_tensor_types()
-    with monkeypatch.context() as patch:
-        patch.delitem(sys.modules, "torch.distributed.tensor")  # as long as nothing has imported it
-        assert tensor.DTensor not in process_groups.sharded_tensor_types()
-    ddp = torch.nn.parallel.DistributedDataParallel
-    assert not process_groups.runs_in_ddp()
-    monkeypatch.setattr(ddp, "_active_ddp_module", module)
-    assert process_groups.runs_in_ddp()
 
 
 @pytest.fixture
