@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from coverage import CoverageData
+from coverage.exceptions import DataError
 
 from mutants.workers import Worker, files_of
 
@@ -91,7 +92,10 @@ class Recordings:
         lines = CoverageData(basename=str(self._path(file, "lines")))
         for part in own.glob("lines.*"):
             data = CoverageData(basename=str(part))
-            data.read()
+            try:
+                data.read()
+            except DataError:  # of a process that was killed while it wrote
+                continue
             for context in data.measured_contexts():
                 data.set_query_context(context)
                 lines.set_context(context or of_file.get(part.name, ""))
