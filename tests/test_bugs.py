@@ -14,7 +14,7 @@ from torch import nn
 import unisono
 from helpers.modules import Calls, Composed, Fn
 from helpers.programs import run_script
-from unisono.autograd.gradient_nodes import Collector
+from unisono.autograd.live_gradients import Collector
 
 TWO = ["cpu", "cpu"]
 

@@ -7,10 +7,11 @@ import unisono.console.start  # noqa: F401  first: what follows imports torch
 from unisono.data_parallel import DataParallel, data_parallel
 from unisono.primitives.batch_types import register_batch_type
 from unisono.primitives.dims import pad
+from unisono.primitives.gather import gather
 from unisono.primitives.parallel_apply import parallel_apply
 from unisono.primitives.replicate import replicate
 from unisono.primitives.sample_lists import SampleList
-from unisono.primitives.scatter_gather import gather, scatter, scatter_kwargs
+from unisono.primitives.scatter import scatter, scatter_kwargs
 from unisono.profiling.profile import Profile
 from unisono.runtime.devices import DeviceLike
 from unisono.runtime.malloc import keep_freed_memory

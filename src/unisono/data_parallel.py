@@ -1,7 +1,7 @@
 """DataParallel: the one line, and its plain composition `data_parallel`.
 
-ways.py decides how a call is run: by replicas in threads, by the plain composition of the four primitives, or on one
-device.
+ways.py decides how a call is run: by replicas in threads, by the plain composition of the four primitives, on one
+device, or as the plain module.
 """
 
 import contextlib
@@ -31,8 +31,8 @@ from unisono.options import OF_OTHER_LIBRARIES, LossRule, Options, check_timeout
 from unisono.primitives.batch_types import batch_type_of
 from unisono.primitives.checks import check_flag, check_kwargs, check_module, check_names, check_word
 from unisono.primitives.dims import Scalars, check_dim, warn_if_rows_elsewhere
+from unisono.primitives.gather import gathered
 from unisono.primitives.output_rows import ROWS
-from unisono.primitives.outputs import gathered
 from unisono.primitives.parallel_apply import parallel_apply
 from unisono.primitives.replicate import replicate
 from unisono.primitives.split_sizes import IdleDevices, Shares
@@ -506,7 +506,7 @@ class DataParallel(Wrapper, nn.DataParallel[M]):
         it changes nothing.
         """
         gradient_sync = self._gradient_sync()
-        return contextlib.nullcontext() if gradient_sync is None else gradient_sync.suspended()
+        return contextlib.nullcontext() if gradient_sync is None else gradient_sync.no_sync()
 
     @of_wrapper
     def batches(self, loader: Iterable[B]) -> Iterator[B]:

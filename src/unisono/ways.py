@@ -42,11 +42,11 @@ from unisono.primitives.blueprint import Blueprint
 from unisono.primitives.change_tracking import HOOKS
 from unisono.primitives.checks import check_can_be_replicated
 from unisono.primitives.dims import OutputRules
-from unisono.primitives.inputs import Arguments, scattered
+from unisono.primitives.gather import LiveTensors
 from unisono.primitives.measured_shares import MeasuredShares, StepTime
-from unisono.primitives.outputs import LiveTensors
 from unisono.primitives.placements import check_have_data
 from unisono.primitives.replicate import live_tensors_of
+from unisono.primitives.scatter import Arguments, scattered
 from unisono.primitives.split_sizes import split_rows
 from unisono.runtime import devices as _devices
 from unisono.runtime import draws_off, timeline
@@ -60,7 +60,7 @@ from unisono.runtime.thread_state import modes_that_stay
 from unisono.runtime.timeline import ReplicaTiming
 from unisono.runtime.torch_private import checkpoints, compiler, foreach
 from unisono.runtime.tracebacks import is_raised_by_unisono
-from unisono.sync_batch_norm.function_mode import inside_synchronised_replica, not_running_together
+from unisono.sync_batch_norm.over_replicas import inside_synchronised_replica, not_running_together
 from unisono.wrapper import Wrapper
 
 NO_ACCELERATOR = (

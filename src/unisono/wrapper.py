@@ -4,7 +4,8 @@ Attributes that only the module has are read, assigned and deleted through the w
 Protocols (names with double underscores) are never the module's: a wrapper has no length because its module has one.
 
 It is copied and pickled as any module. What belongs to this process stays behind, and is made anew by the next step:
-`StepMemory.__reduce__`, `GradientSync.__reduce__` and `MeasuredShares.__getstate__` see to that.
+`StepMemory`, `GradientSync`, `MeasuredShares` and `Profile` say how, in their `__reduce__`, `__deepcopy__` or
+`__getstate__`.
 """
 
 from collections.abc import Callable

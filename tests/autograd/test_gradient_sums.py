@@ -19,8 +19,8 @@ from torch.utils.checkpoint import checkpoint
 from helpers.modules import Calls
 from helpers.small_buckets import use_small_buckets
 from unisono import DataParallel
-from unisono.autograd.gradient_nodes import Collector, joined_gradients, own_tensors, token_of
 from unisono.autograd.gradient_sums import BucketSums, OnReady
+from unisono.autograd.live_gradients import Collector, joined_gradients, own_tensors, token_of
 from unisono.runtime.buckets import SHARED_BUCKET_BYTES, BucketPlan, Gradients
 from unisono.runtime.streams import Copies
 from unisono.runtime.torch_private import engine, tensor_objects

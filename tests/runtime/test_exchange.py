@@ -13,7 +13,7 @@ import torch
 from helpers.in_time import in_time
 from unisono.runtime.exchange import Exchange, Request, Response
 from unisono.runtime.thread_pool import run_together
-from unisono.sync_batch_norm.function_mode import StatisticsOfBatchNorm
+from unisono.sync_batch_norm.over_replicas import StatisticsOfBatchNorm
 
 CPU = torch.device("cpu")
 

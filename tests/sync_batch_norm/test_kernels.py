@@ -96,7 +96,7 @@ def test_branches_on_streams_of_their_own(calls: Counter[str], sim: Any, monkeyp
         kind = "side" if device == replica_device() else "main"
         return Stream(device, f"{kind} {device.index}", waits)
 
-    for module in ("runtime.streams", "sync_batch_norm.function_mode"):
+    for module in ("runtime.streams", "sync_batch_norm.over_replicas"):
         monkeypatch.setattr(f"unisono.{module}.current_stream", current)
     with simulated_as_accelerators(monkeypatch):
         model = DataParallel(nn.BatchNorm1d(3).to(sim[0]), sim[:2], sync_batch_norm=True)

@@ -1,7 +1,7 @@
 """The autograd boundary: what the caller's graph sees of all replicas, in place of their graphs.
 
 caller's graph    live tensors ──► LiveNode ──► token ──► (2) Replicas ──► token ──► (1) Output ──► output ──► loss
-                               (gradient_nodes.py) │                                      ▲
+                               (live_gradients.py) │                                      ▲
                                                  ▼                                      │ joined
 replica graphs           (3) BucketNodes ──► tensors of replica i ──► replica i ──► outputs of replica i
 
@@ -47,6 +47,7 @@ import torch
 
 from unisono.autograd.order_of_sums import order_of_sums
 from unisono.autograd.replica_graph import Joined, ReplicaGraphs
+from unisono.distributed.gradient_sync import RankReduction
 from unisono.runtime import devices as _devices
 from unisono.runtime import timeline
 from unisono.runtime.buckets import Gradients
@@ -110,7 +111,7 @@ class _Incoming:
 _OfBackwards: TypeAlias = dict[int, Callable[[], Any]]  # returns an _Incoming
 
 
-class _Output(torch.autograd.Function):
+class _OutputNode(torch.autograd.Function):
     """(1) The node of one output: `_join_output(token, graphs, incoming, number)` returns it, joined.
 
     `incoming` has the gradients of each backward that runs, by its number. torch's engine keeps them alive, until the
@@ -149,7 +150,7 @@ class _Output(torch.autograd.Function):
         return None, None, None, None
 
 
-class _Level(torch.autograd.Function):
+class _LevelNode(torch.autograd.Function):
     """(4) The node between two levels: `_link_level(graphs, incoming, lower, token, *joined)`, the upper level's token.
 
     `lower` are the numbers of the lower level's outputs that lie on the way to others, `joined` the outputs.
@@ -175,7 +176,7 @@ class _Level(torch.autograd.Function):
         return None, None, None, None, *[found.get(number) for number in ctx.lower]
 
 
-class _Replicas(torch.autograd.Function):
+class _ReplicasNode(torch.autograd.Function):
     """(2) The node of the replicas: `_link_replicas(graphs, incoming, *tokens, *leaves)`, the outputs' token."""
 
     @staticmethod
@@ -204,9 +205,9 @@ class _Replicas(torch.autograd.Function):
 
 
 # `apply` without its search for torch.func's tensors: under a transform the plain composition runs.
-_join_output: Any = super(torch.autograd.Function, _Output).apply
-_link_level: Any = super(torch.autograd.Function, _Level).apply
-_link_replicas: Any = super(torch.autograd.Function, _Replicas).apply
+_join_output: Any = super(torch.autograd.Function, _OutputNode).apply
+_link_level: Any = super(torch.autograd.Function, _LevelNode).apply
+_link_replicas: Any = super(torch.autograd.Function, _ReplicasNode).apply
 
 
 def _backward(ctx: Any, incoming: _Incoming) -> tuple[torch.Tensor | None, ...]:
@@ -219,15 +220,10 @@ def _backward(ctx: Any, incoming: _Incoming) -> tuple[torch.Tensor | None, ...]:
         if not has_grads:  # a later forward has detached the only output that it used, a buffer
             return no_gradients
         raise RuntimeError(_FREED)
-    live_node, reduction, sum_later = graphs.live_node_to_sum(ctx), None, None
-    if live_node is not None and graphs.sync_context is not None:
-        parameters = graphs.parameters
-        if order_of_sums.is_next(parameters.collector):
-            reduction = graphs.sync_context.begin(parameters.live, live_node, parameters.plan)
-        else:
-            sum_later = partial(graphs.sync_context.sum, parameters.live, live_node)
+    live_node = graphs.live_node_to_sum(ctx)
     if live_node is None and not has_grads:
         return no_gradients
+    reduction, sum_later = (None, None) if live_node is None else _sums_over_ranks(graphs, live_node)
     higher, needed = torch.is_grad_enabled(), graphs.needed_inputs(ctx)
     # Losses that left forward in another way go through the same graphs in this backward, later.
     others_follow = graphs.buckets_will_run()
@@ -272,6 +268,17 @@ def _backward(ctx: Any, incoming: _Incoming) -> tuple[torch.Tensor | None, ...]:
         start += len(collector.live)
     ctx.collectors[-1].add_of_boundary(summed, all_reduce)
     return (*no_gradients[: 2 + len(ctx.collectors)], *found[start:first])
+
+
+def _sums_over_ranks(
+    graphs: ReplicaGraphs, live_node: Any
+) -> tuple[RankReduction | None, Callable[[Gradients], Gradients] | None]:
+    """Return what sums full buckets over the ranks at once; or, where others are summed before, what sums all later."""
+    parameters, sync_context = graphs.parameters, graphs.sync_context
+    assert sync_context is not None  # else there is no node whose gradients are to be summed
+    if order_of_sums.is_next(parameters.collector):
+        return sync_context.begin(parameters.live, live_node, parameters.plan), None
+    return None, partial(sync_context.sum, parameters.live, live_node)
 
 
 def _do_nothing() -> None:

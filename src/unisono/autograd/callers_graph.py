@@ -29,8 +29,8 @@ from typing import Any
 
 import torch
 
-from unisono.autograd.gradient_nodes import RunningBackward
 from unisono.autograd.linked import LinkedParameters
+from unisono.autograd.live_gradients import RunningBackward
 from unisono.autograd.order_of_sums import order_of_sums
 from unisono.distributed.gradient_sync import SyncContext
 from unisono.leftovers.buffers_in_backward import BuffersInBackward

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from unisono.autograd.gradient_nodes import Collector, collectors_with_nodes, is_bucket_node
-from unisono.autograd.replica_graph import CapturedTensors, ReplicaGraphs, Ways
+from unisono.autograd.live_gradients import Collector, collectors_with_nodes, is_bucket_node
+from unisono.autograd.replica_graph import CapturedTensors, OutputPaths, ReplicaGraphs
 from unisono.primitives.blueprint import Blueprint
-from unisono.primitives.outputs import Group
+from unisono.primitives.gather import Group
 from unisono.runtime.torch_private import engine, graph_nodes
 
 _GOES_ON = (
@@ -81,7 +81,7 @@ class GraphSearch:
         captured = captured._replace(
             has_reentrant_checkpoint=has_reentrant_checkpoint,
             has_checkpoint=has_reentrant_checkpoint or recorded.has_hooks,
-            ways=Ways() if in_callers_graph else ways_between(groups, in_parts=in_parts),
+            paths=OutputPaths() if in_callers_graph else paths_between(groups, in_parts=in_parts),
         )
         if in_callers_graph or not (captured.tensors or may_differ):
             if len(self._self_contained) >= _MOST_STRUCTURES:
@@ -166,7 +166,7 @@ def _leads_to_parameters(tensor: torch.Tensor, blueprint: Blueprint) -> bool:
     return any(id(each) in blueprint.parameters for each in reached if isinstance(each, torch.Tensor))
 
 
-def ways_between(groups: Sequence[Group], *, in_parts: bool) -> Ways:
+def paths_between(groups: Sequence[Group], *, in_parts: bool) -> OutputPaths:
     """Return which outputs lie on the way to others, in the graph of any replica."""
     upstream: list[set[int]] = [set() for _ in groups]
     for tensors in zip(*(group.tensors for group in groups), strict=True):
@@ -193,7 +193,7 @@ def ways_between(groups: Sequence[Group], *, in_parts: bool) -> Ways:
     levels = [0] * len(groups)
     for _ in on_way:  # the longest way has no more outputs
         levels = [max([levels[other] + 1 for other in behind], default=0) for behind in upstream]
-    return Ways(levels, on_way) if on_way else Ways()
+    return OutputPaths(levels, on_way) if on_way else OutputPaths()
 
 
 def _needs_gradient(tensor: torch.Tensor | None) -> bool:

@@ -1,6 +1,6 @@
 """How the replicas' tensors are linked to the caller's: inputs that need a gradient, and parameters.
 
-A replica's are outputs of nodes (gradient_nodes.py), which lead to the live tensors by way of a token. The boundary
+A replica's are outputs of nodes (live_gradients.py), which lead to the live tensors by way of a token. The boundary
 (boundary.py) has each live tensor as one input, and each joined output as one output (`BoundaryTensor`).
 
 The parameters are many, and go through in bulk: as one list a replica, without an object or a call for each.
@@ -13,8 +13,8 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import nn
 
-from unisono.autograd.gradient_nodes import Collector, InsideForward, joined_gradients, leaf_on, own_tensors, token_of
 from unisono.autograd.gradient_sums import Contribution
+from unisono.autograd.live_gradients import Collector, InsideForward, joined_gradients, leaf_on, own_tensors, token_of
 from unisono.autograd.order_of_sums import OverRanks, order_of_sums
 from unisono.distributed.gradient_sync import SyncContext
 from unisono.primitives.placements import Placement

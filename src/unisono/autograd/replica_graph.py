@@ -21,9 +21,9 @@ from typing import Any, NamedTuple, Protocol, Self, TypeAlias, TypeVar
 
 import torch
 
-from unisono.autograd.gradient_nodes import Collector, Receivers
 from unisono.autograd.gradient_sums import BucketSums, Contribution
 from unisono.autograd.linked import BoundaryTensor, LeafTensors, LinkedParameters, LinkedTensors
+from unisono.autograd.live_gradients import Collector, Receivers
 from unisono.distributed.gradient_sync import RankReduction, SyncContext
 from unisono.leftovers.buffers_in_backward import BuffersInBackward
 from unisono.primitives.placements import Replicate, Single, WeightedSum
@@ -101,7 +101,7 @@ class Joined(NamedTuple):
         graph_nodes.call_with_gradient_only(self.hooks)
 
 
-class Ways(NamedTuple):
+class OutputPaths(NamedTuple):
     """Which outputs lie on the way to others, inside the replica graphs.
 
     Attributes:
@@ -123,7 +123,7 @@ class CapturedTensors(NamedTuple):
         has_batch_norm: whether a replica has normalised its rows by their statistics.
         share_nodes: whether two replicas' graphs lead to one node, such as the history of a captured tensor.
         has_checkpoint: whether an activation checkpoint runs forward again in backward.
-        ways: those between outputs.
+        paths: those between outputs.
     """
 
     tensors: Sequence[torch.Tensor] = ()
@@ -132,7 +132,7 @@ class CapturedTensors(NamedTuple):
     has_batch_norm: bool = False
     share_nodes: bool = False
     has_checkpoint: bool = False
-    ways: Ways = Ways()
+    paths: OutputPaths = OutputPaths()
 
 
 class Passes(NamedTuple):
@@ -141,7 +141,7 @@ class Passes(NamedTuple):
     contexts: Sequence[PassContext] = ()  # entered around a pass
     timeout_s: float | None = None  # for how long the caller waits for a replica without progress; None: for ever
     # Whether the replicas wait for each other: no two are on one accelerator, and one call cannot run all of them.
-    have_exchanges: bool = False
+    wait_for_each_other: bool = False
     in_one_call: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext  # around one call for all of them
 
 
@@ -173,9 +173,9 @@ class ReplicaGraphs:
     sync_context: SyncContext | None
     replay: "Repeater | None"  # runs a backward of these graphs, again after a failure; None: a failure is final
     recording: StepRecording | None  # the one that these graphs are part of, if it is recorded
-    without_ways: str  # why outputs have no gradients by others to which they lead; "": they have
+    why_no_paths: str  # why outputs have no gradients by others to which they lead; "": they have
     buffers: BuffersInBackward | None  # for activation checkpoints; None: there are none
-    levels: Sequence[int]  # of each output, as in `Ways`
+    levels: Sequence[int]  # of each output, as in `OutputPaths`
     on_way: dict[int, Joined | None]  # those that others lead to, by number; None: not joined yet
     keep: bool = False  # whether graphs of a higher order share nodes with these, so that a backward must not free them
     released: bool = field(default=False, init=False)
@@ -322,8 +322,8 @@ class ReplicaGraphs:
     def why_no_gradient(self, output: int) -> str | None:
         """Return why an output that lies on the way to others has no gradient by these; None if it has one."""
         each = self.outputs[output]
-        if self.without_ways:
-            return self.without_ways
+        if self.why_no_paths:
+            return self.why_no_paths
         if isinstance(each.placement, Single) and each.placement.is_common:
             return f"all replicas return the same {each.name} (out_dims=None)"
         if isinstance(each.placement, WeightedSum):
@@ -349,7 +349,7 @@ class ReplicaGraphs:
     def _needs_one_call(self, *, in_device_thread: bool) -> bool:
         """Return whether one call has to run the backward of all replica graphs. (It has to for batched gradients.)"""
         return (
-            (in_device_thread and not self.passes.have_exchanges)
+            (in_device_thread and not self.passes.wait_for_each_other)
             or modes_that_stay()  # which cannot follow into other threads; nor can batched gradients
             or self.captured.are_linked
         )
@@ -360,7 +360,8 @@ class ReplicaGraphs:
         """Return the gradient of each of the boundary's inputs; backward ends at the buckets, and sums them there.
 
         torch's engine is asked for the gradients of the marks, so that it runs the bucket nodes and stops behind them.
-        These are None: those of the buckets' tensors have gone to the `receivers` by then (gradient_nodes.py).
+        These are None: those of the buckets' tensors have gone to the `receivers` by then. The way of a gradient is at
+        the head of live_gradients.py.
         """
         marks = [group.collector.mark for group in self.groups]
         of_inputs: list[list[Contribution]] = [[] for _ in self.inputs]

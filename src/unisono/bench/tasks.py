@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from unisono.console.targets import TargetError, current_folder_first
 from unisono.data_parallel import DataParallel
-from unisono.primitives.inputs import Arguments, scattered
-from unisono.primitives.scatter_gather import scatter
+from unisono.primitives.scatter import Arguments, scatter, scattered
 from unisono.primitives.split_sizes import split_rows
 from unisono.runtime.devices import wait_for_work
 from unisono.verification.compare import tensors_in

@@ -53,7 +53,7 @@ from unisono.distributed.process_group import (
 )
 from unisono.leftovers.written_parameters import fingerprints
 from unisono.primitives.checks import check_can_be_replicated
-from unisono.primitives.inputs import Arguments
+from unisono.primitives.scatter import Arguments
 from unisono.runtime.buckets import Bucket, BucketPlan, Gradients
 from unisono.runtime.contexts import contextmanager
 from unisono.runtime.errors import warn
@@ -154,7 +154,7 @@ class GradientSync:
         self.buffers = ModuleBuffers()  # while the parameters are those of the latest structure
 
     @contextmanager
-    def suspended(self) -> Iterator[None]:
+    def no_sync(self) -> Iterator[None]:
         """Keep gradients to this process meanwhile."""
         before, self.synchronised = self.synchronised, False
         try:

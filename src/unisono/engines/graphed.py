@@ -30,9 +30,9 @@ from typing import Any, NamedTuple, Self, TypeAlias
 
 import torch
 
-from unisono.autograd.gradient_nodes import with_bucket_node
 from unisono.autograd.linked import own_parameter
-from unisono.autograd.replica_graph import CapturedTensors, Ways
+from unisono.autograd.live_gradients import with_bucket_node
+from unisono.autograd.replica_graph import CapturedTensors, OutputPaths
 from unisono.engines.replica import Replica, Replicas
 from unisono.engines.step_plan import StepPlan, called
 from unisono.leftovers.buffers import versions_of
@@ -163,7 +163,7 @@ class Graphs:
     def __init__(self, blueprint: Blueprint) -> None:
         self._blueprint = blueprint
         self._kind: Hashable = None  # of the step that runs
-        self._ways: dict[Hashable, Ways] = {}
+        self._paths: dict[Hashable, OutputPaths] = {}
         self._containers: ContainerSnapshot | None = None  # what modules hold
         self._num_seen: Counter[Hashable] = Counter()
         self._by_kind: dict[Hashable, list[GraphedReplica]] = {}
@@ -190,7 +190,7 @@ class Graphs:
         if self._num_seen[kind] <= _NUM_BEFORE:
             if len(self._num_seen) > _MOST_COUNTED:
                 self._num_seen.clear()
-                self._ways = {kind: self._ways[kind] for kind in self._by_kind}
+                self._paths = {kind: self._paths[kind] for kind in self._by_kind}
             return None
         if len(self._by_kind) >= _MOST_KINDS:
             log_once(_TOO_MANY_KINDS.format(name=type(self._blueprint.root).__name__, most=_MOST_KINDS))
@@ -201,19 +201,19 @@ class Graphs:
 
     def _forget(self) -> None:
         """Begin anew: a container of the module, which forward may read, has changed."""
-        for of_kind in (self._num_seen, self._by_kind, self._ways):
+        for of_kind in (self._num_seen, self._by_kind, self._paths):
             of_kind.clear()
         attributes = [item for module in self._blueprint.modules for item in module.__dict__.items()]
         self._containers = ContainerSnapshot([value for name, value in attributes if name not in OF_EVERY_MODULE])
 
     @property
-    def ways(self) -> Ways:
+    def paths(self) -> OutputPaths:
         """Those between the outputs of the step that runs, as they were in one without graphs."""
-        return self._ways.get(self._kind, Ways())
+        return self._paths.get(self._kind, OutputPaths())
 
-    @ways.setter
-    def ways(self, ways: Ways) -> None:
-        self._ways[self._kind] = ways
+    @paths.setter
+    def paths(self, paths: OutputPaths) -> None:
+        self._paths[self._kind] = paths
 
 
 def _kind_of(plan: StepPlan, shards: Sequence[Any]) -> Hashable | None:

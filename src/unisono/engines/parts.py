@@ -17,9 +17,9 @@ from unisono.engines.step_plan import StepPlan
 from unisono.primitives import pytree
 from unisono.primitives.change_tracking import fill, restore
 from unisono.primitives.dims import OutputRules
-from unisono.primitives.inputs import Arguments, scattered
-from unisono.primitives.outputs import Group, Outputs
+from unisono.primitives.gather import Group, Outputs
 from unisono.primitives.placements import PaddedShard, Shard, Stack
+from unisono.primitives.scatter import Arguments, scattered
 from unisono.primitives.split_sizes import split_rows
 from unisono.runtime.torch_private.modes import without_modes
 

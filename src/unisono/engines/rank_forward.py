@@ -31,15 +31,15 @@ from unisono.leftovers.buffers import write_values
 from unisono.leftovers.written_parameters import LookAtParameters, WrittenParameters
 from unisono.primitives import pytree
 from unisono.primitives.blueprint import Blueprint
-from unisono.primitives.inputs import scattered
-from unisono.primitives.outputs import without_rows
+from unisono.primitives.gather import without_rows
+from unisono.primitives.scatter import scattered
 from unisono.primitives.tensor_attributes import carry_attributes
 from unisono.runtime import devices as _devices
 from unisono.runtime.errors import add_note, log_once
 from unisono.runtime.thread_pool import inside_replica, run_together, values_or_raise
 from unisono.runtime.torch_private import process_groups
 from unisono.sync_batch_norm.across_processes import CrossProcessAllGather, InEvalMode
-from unisono.sync_batch_norm.function_mode import run_as_replica
+from unisono.sync_batch_norm.over_replicas import run_as_replica
 
 T = TypeVar("T")
 

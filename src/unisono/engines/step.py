@@ -12,7 +12,8 @@
 
 Each is a method of `Step`, or a part of one, in this order. What does not differ between steps of one kind is in the
 `StepPlan`. Inputs that need a gradient, and parameters, are outputs of bucket nodes in the replicas
-(autograd/gradient_nodes.py). If the structure is new, (6) looks for live tensors in the replica graphs.
+(autograd/live_gradients.py), made with the replicas: in a steady step (2) takes replicas that an earlier one has given
+back, and links nothing. If the structure is new, (6) looks for live tensors in the replica graphs.
 
 Buffers: the first replica has the live ones, so its updates persist; the others have copies. Those that forward has
 reassigned in the first replica are put into the live module at the end. If anything fails, the live buffers get their
@@ -35,10 +36,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from unisono.autograd.boundary import join
 from unisono.autograd.callers_graph import CallersGraph
-from unisono.autograd.graph_search import Recorded, ways_between
+from unisono.autograd.graph_search import Recorded, paths_between
 from unisono.autograd.linked import BoundaryTensor, LeafTensors, LinkedParameters, LinkedTensors
 from unisono.autograd.replica_graph import CapturedTensors, Passes, ReplicaGraphs, pass_on_gradients
-from unisono.engines.compile_lock import compiler_prepared, kind_of
+from unisono.engines.compiled_modules import compiler_prepared, kind_of
 from unisono.engines.graphed import CREATES_GRAPH, GraphedReplica, Graphs, refuse, why_not
 from unisono.engines.parts import parts_of, run_in_parts
 from unisono.engines.replica import ReplicaPool
@@ -53,7 +54,7 @@ from unisono.leftovers.shared import Search, SharedWrites
 from unisono.leftovers.written_parameters import LookAtParameters
 from unisono.primitives.blueprint import Blueprint
 from unisono.primitives.change_tracking import Change
-from unisono.primitives.outputs import Group, Outputs
+from unisono.primitives.gather import Group, Outputs
 from unisono.primitives.placements import Replicate, Single
 from unisono.runtime import devices as _devices
 from unisono.runtime import draws_off, timeline
@@ -77,7 +78,7 @@ from unisono.runtime.thread_pool import (
 )
 from unisono.runtime.timeline import ReplicaTiming
 from unisono.runtime.torch_private import checkpoints, graph_nodes
-from unisono.sync_batch_norm.function_mode import BatchNormOverReplicas, not_running_together
+from unisono.sync_batch_norm.over_replicas import BatchNormOverReplicas, not_running_together
 
 _STEP_INSIDE = (
     "an optimizer's step inside forward ({optimizer}): each replica would apply it to the parameters that "
@@ -129,7 +130,7 @@ def run_step(memory: StepMemory, pool: ReplicaPool, frozen: Sequence[torch.Tenso
     Args:
         memory: the model's.
         pool: of the module as it is now.
-        frozen: live parameters of which the replicas' begin frozen.
+        frozen: live parameters that the last forward has frozen: those of the replicas need no gradient at first.
 
     Raises:
         RuntimeError: a replica reaches parameters or buffers in a way that cannot be followed.
@@ -158,7 +159,7 @@ def _run_once(
     replay: Replay | None,
     frozen: Sequence[torch.Tensor],
 ) -> Any:
-    with call.plan.no_copies or Copies(call.plan.devices) as copies:
+    with call.plan.copies_on_host or Copies(call.plan.devices) as copies:
         step = Step(memory, pool, call, copies, replay, frozen)
         if not inside_replica():
             memory.timings = step.timings
@@ -192,7 +193,7 @@ class Step:
         pool: has the replicas.
         call, copies: what is called, and what copies to other devices.
         replay: takes the graphs where a forward is run again; None: it is not.
-        frozen: live parameters of which the replicas' begin frozen.
+        frozen: live parameters that the last forward has frozen: those of the replicas need no gradient at first.
 
     Attributes:
         timings: one a replica.
@@ -237,7 +238,7 @@ class Step:
         return output
 
     def _cut(self) -> None:
-        """Split the inputs (1), and take replicas (2)."""
+        """Split the inputs (1), and take replicas (2); make what is around their passes, and runs them again."""
         plan, pool, call = self._plan, self._pool, self._call
         self._shards = Shards(call, self._tracked, self._copies)
         if timeline.recording:
@@ -293,10 +294,9 @@ class Step:
     def _left_behind(self, outputs: Sequence[Any]) -> "_LeftBehind":
         """Return what forward has left behind in the replicas."""
         plan, replicas = self._plan, self._replicas
-        replicas.writes = self._writes if self._writes is not None and self._writes.looks_at_backward else None
         runs_whole = plan.runs_whole and not self._memory.row_limits
-        replicas.run_whole, replicas.rows = runs_whole, plan.sizes if runs_whole else plan.sizes_of_runs
-        replicas.in_callers_graph = plan.in_callers_graph
+        rows = plan.sizes if runs_whole else plan.sizes_of_runs
+        replicas.forward_has_run(rows, self._writes, run_whole=runs_whole, in_callers_graph=plan.in_callers_graph)
         assigns = not replicas.attributes.is_current()
         alike = replicas.assigned(outputs) if replicas.are_new or assigns else []
         is_looked_at = plan.kernel_graphs and self._graphed is None and not self._pool.blueprint.why_not_captured
@@ -351,8 +351,8 @@ class Step:
         of_step = {"assigns": left.assigns, "has_new_buffers": bool(left.buffers)}
         of_step["has_more"] = bool(self._memory.written or self._reached or self._frozen or self.parameters.frozen())
         if self._replicas.kernel_graphs is not None:
-            ways = ways_between(groups, in_parts=False) if self._plan.in_callers_graph else captured.ways
-            self._replicas.kernel_graphs.ways = ways
+            paths = paths_between(groups, in_parts=False) if self._plan.in_callers_graph else captured.paths
+            self._replicas.kernel_graphs.paths = paths
         refuse(self._pool.blueprint, why_not(outputs, self._replicas.live_of, captured, **of_step))
 
     def _commit(self, left: "_LeftBehind", buffers: Sequence[torch.Tensor]) -> None:
@@ -444,7 +444,7 @@ class Step:
         if self._recording is not None:
             contexts += timeline.contexts(plan.replica_numbers, self.timings)
         if plan.sync_batch_norm:
-            return Passes(contexts, plan.timeout_s, have_exchanges=True, in_one_call=not_running_together)
+            return Passes(contexts, plan.timeout_s, wait_for_each_other=True, in_one_call=not_running_together)
         return Passes(contexts, plan.timeout_s)
 
     def _contexts_of_batch_norm(self) -> list[PassContext]:
@@ -488,7 +488,7 @@ class Step:
             raise RuntimeError(NOT_SYNCHRONISED.format(layer="A batch norm"))
         if captured.has_batch_norm and self._normalises_shards():
             self._memory.first_steps.say_of_functional_batch_norm()
-        return captured._replace(ways=self._replicas.kernel_graphs.ways) if self._graphed else captured
+        return captured._replace(paths=self._replicas.kernel_graphs.paths) if self._graphed else captured
 
     def _in_callers_graph(self, captured: CapturedTensors, outputs: Sequence[BoundaryTensor]) -> list[torch.Tensor]:
         """Return the outputs of a rank's only replica, whose graph is a part of the caller's."""
@@ -525,10 +525,10 @@ class Step:
             sync_context=call.sync_context,
             replay=None if self._is_run_again else self._replay,
             recording=self._recording,
-            without_ways=_AS_GRAPHS if self._graphed else _IN_PARTS if self._is_in_parts else "",
+            why_no_paths=_AS_GRAPHS if self._graphed else _IN_PARTS if self._is_in_parts else "",
             buffers=self._buffers_in_backward,
-            levels=captured.ways.levels or [0] * len(outputs),
-            on_way=dict.fromkeys(captured.ways.on_way) if captured.ways.on_way else {},
+            levels=captured.paths.levels or [0] * len(outputs),
+            on_way=dict.fromkeys(captured.paths.on_way) if captured.paths.on_way else {},
         )
 
 

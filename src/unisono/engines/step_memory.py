@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from unisono.autograd.graph_search import GraphSearch
-from unisono.engines.compile_lock import CompileLock
+from unisono.engines.compiled_modules import CompileLock
 from unisono.engines.replica import ReplicaPool
 from unisono.leftovers.first_steps import FirstSteps
 from unisono.primitives.blueprint import Blueprint

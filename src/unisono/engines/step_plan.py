@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from unisono.engines.compile_lock import check_cuda_graphs
+from unisono.engines.compiled_modules import check_cuda_graphs
 from unisono.primitives.batch_types import batch_type_of
 from unisono.primitives.blueprint import Blueprint, warn_of_observers
 from unisono.primitives.dims import OutputRules
-from unisono.primitives.inputs import Arguments, Flags
+from unisono.primitives.scatter import Arguments, Flags
 from unisono.primitives.split_sizes import split_rows
 from unisono.primitives.visitor import INERT
 from unisono.runtime import devices as _devices
@@ -65,7 +65,8 @@ class StepPlan:
     # find other tensors.
     carries_objects: bool
     structure: Hashable  # equal for steps that build the same graph, as far as modules and inputs tell
-    counts_as: Hashable  # under which the first steps of that structure are counted
+    # By which first steps are counted: the structure; in a replica, where a pool is for one step, one that stays equal.
+    counts_as: Hashable
     is_early: bool  # whether this is one of the first steps
 
     @cached_property
@@ -92,7 +93,7 @@ class StepPlan:
         return _devices.are_cpu(self.devices)
 
     @cached_property
-    def no_copies(self) -> Copies | None:
+    def copies_on_host(self) -> Copies | None:
         """The copies of each step where one replica computes on the host, which keep nothing; else None."""
         return Copies(self.devices) if self.on_host and len(self.devices) == 1 else None
 

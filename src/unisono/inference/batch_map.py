@@ -44,7 +44,7 @@ from unisono.inference.lane_choice import LaneChoice
 from unisono.inference.lanes import Lane, LaneOutput, RunBatch
 from unisono.primitives import pytree
 from unisono.primitives.dims import OutputRules
-from unisono.primitives.inputs import Arguments
+from unisono.primitives.scatter import Arguments
 from unisono.runtime import devices as _devices
 from unisono.runtime.errors import add_note, annotate, note_thread_local
 from unisono.runtime.interrupts import WAKE_S, critical, deliver, interruptibly

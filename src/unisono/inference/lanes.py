@@ -22,7 +22,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from unisono.engines.compile_lock import CompileLock, check_cuda_graphs, kind_of
+from unisono.engines.compiled_modules import CompileLock, check_cuda_graphs, kind_of
 from unisono.engines.replica import Replica, ReplicaPool, Replicas
 from unisono.engines.step_memory import StepMemory
 from unisono.engines.step_plan import called

@@ -8,7 +8,7 @@ import torch
 
 from unisono.primitives import pytree
 from unisono.primitives.dims import OutputRules, Padding
-from unisono.primitives.outputs import padded_axes
+from unisono.primitives.gather import padded_axes
 from unisono.runtime import devices as _devices
 from unisono.runtime.errors import add_note
 

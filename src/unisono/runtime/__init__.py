@@ -1,1 +1,1 @@
-"""The machine and torch: devices, streams, threads, random numbers. Nothing here knows what a module is."""
+"""The machine and torch: devices, streams, threads, random numbers. Nothing here replicates or runs a module."""

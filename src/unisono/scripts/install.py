@@ -23,9 +23,10 @@ from unisono.data_parallel import ELSEWHERE, argument_names, data_parallel, inpu
 from unisono.data_parallel import DataParallel as OwnDataParallel
 from unisono.primitives.checks import check_names
 from unisono.primitives.dims import Scalars
+from unisono.primitives.gather import gather
 from unisono.primitives.parallel_apply import parallel_apply
 from unisono.primitives.replicate import replicate
-from unisono.primitives.scatter_gather import gather, scatter, scatter_kwargs
+from unisono.primitives.scatter import scatter, scatter_kwargs
 from unisono.primitives.split_sizes import Shares
 from unisono.runtime import devices as _devices
 from unisono.runtime.devices import DeviceIds

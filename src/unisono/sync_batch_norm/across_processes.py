@@ -28,13 +28,13 @@ from unisono.distributed.process_group import AllGatherWork, Communicator, RankD
 from unisono.runtime import devices as _devices
 from unisono.runtime.errors import log_once
 from unisono.runtime.streams import current_stream
-from unisono.sync_batch_norm.function_mode import (
+from unisono.sync_batch_norm.kernels import KernelStatistics
+from unisono.sync_batch_norm.over_replicas import (
     ReplicaStatistics,
     StatisticsGradients,
     combine_statistics,
     sum_gradients,
 )
-from unisono.sync_batch_norm.kernels import KernelStatistics
 from unisono.sync_batch_norm.statistics import Statistics
 
 _UNEQUAL = (

@@ -20,9 +20,9 @@ import torch
 from unisono.data_parallel import DataParallel
 from unisono.leftovers.report import Kind as Left
 from unisono.leftovers.report import listed
-from unisono.primitives.inputs import Arguments
 from unisono.primitives.object_state import same_state, same_value
 from unisono.primitives.sample_lists import SampleList
+from unisono.primitives.scatter import Arguments
 from unisono.runtime import devices as _devices
 from unisono.runtime.errors import described
 from unisono.runtime.widening import widened

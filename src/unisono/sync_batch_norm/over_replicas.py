@@ -44,7 +44,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from unisono.autograd.gradient_nodes import is_bucket_node
+from unisono.autograd.live_gradients import is_bucket_node
 from unisono.autograd.replica_graph import while_backward_runs
 from unisono.runtime import devices as _devices
 from unisono.runtime.contexts import contextmanager

@@ -1,4 +1,8 @@
-"""Inputs: the arguments of one call, leaf by leaf, and each replica's part of them."""
+"""scatter: split the rows of a batch among replicas.
+
+`Arguments` are the inputs of one call, leaf by leaf; `DataParallel` splits them as the verb does. The gradient of a
+scatter is a gather (gather.py).
+"""
 
 import copy
 import io
@@ -6,13 +10,14 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from itertools import cycle, islice
 from operator import attrgetter
-from typing import Any, Self, TypeAlias
+from typing import Any, Self, TypeAlias, TypeVar
 
 import torch
 
 from unisono.primitives import pytree
 from unisono.primitives.batch_types import BatchType, batch_type_of
-from unisono.primitives.dims import in_dims_of, spread_inputs
+from unisono.primitives.checks import check_kwargs
+from unisono.primitives.dims import check_dim, in_dims_of, spread_inputs
 from unisono.primitives.placements import Placement, Replicate, Shard, Single, can_be_placed, cannot_be_placed
 from unisono.primitives.references import MODES
 from unisono.primitives.sample_lists import (
@@ -21,11 +26,14 @@ from unisono.primitives.sample_lists import (
     split_lists,
     with_entries,
 )
+from unisono.primitives.split_sizes import split_rows
 from unisono.primitives.tensor_attributes import carry_attributes
 from unisono.runtime import devices as _devices
+from unisono.runtime.devices import DeviceIds
 from unisono.runtime.errors import add_note
-from unisono.runtime.model_warnings import ModelWarnings
+from unisono.runtime.model_warnings import ModelWarnings, of_process
 
+T = TypeVar("T")
 # Makes each replica's part from a tensor and its placement.
 Place = Callable[[torch.Tensor, Placement], Sequence[Any]]
 
@@ -53,6 +61,62 @@ _SPLIT_ENTRIES = (
 )
 
 Flags: TypeAlias = tuple[tuple[Any, ...], tuple[str, ...]]  # of all leaves; and the names of the keyword inputs
+
+
+def scatter(inputs: T, target_gpus: DeviceIds, dim: int = 0) -> list[T]:
+    """Split the tensors in `inputs` along `dim` by torch's rule, ceil(rows / n) rows each; one result a device.
+
+    Containers keep their types; objects that are not tensors are the same in every result. With fewer rows than
+    devices there are fewer results: at least one, and as many as there are devices where no tensor has rows.
+
+        >>> shards = unisono.scatter({"x": torch.zeros(10, 5), "flag": True}, ["cpu", "cpu", "cpu", "cpu"])
+        >>> [shard["x"].shape[0] for shard in shards]
+        [3, 3, 3, 1]
+
+    Args:
+        inputs: a tensor, or tuples, lists, dicts and dataclasses of tensors, with `rows` along `dim`.
+        target_gpus: the devices: accelerator indices, strings or `torch.device`s.
+        dim: the axis that holds the rows, of every tensor that is not 0-dim.
+
+    Returns:
+        A list of values like `inputs`, shard i a copy on device i. Differentiable.
+
+    Raises:
+        ValueError: tensors with different numbers of rows, or without the axis.
+    """
+    return [args[0] for args, _ in _scatter_call((inputs,), {}, target_gpus, dim)]
+
+
+def scatter_kwargs(
+    inputs: Any, kwargs: dict[str, Any] | None, target_gpus: DeviceIds, dim: int = 0
+) -> tuple[tuple[Any, ...], tuple[dict[str, Any], ...]]:
+    """Scatter the positional and keyword inputs of one call; both results have one entry a shard.
+
+        >>> inputs, kwargs = unisono.scatter_kwargs((torch.zeros(4, 5),), {"scale": 2.0}, ["cpu", "cpu"])
+        >>> [x.shape[0] for (x,) in inputs], kwargs
+        ([2, 2], ({'scale': 2.0}, {'scale': 2.0}))
+
+    Args, Raises: as `scatter`. `inputs` is the tuple of positional arguments; anything else is the only one.
+    """
+    inputs = tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)
+    shards = _scatter_call(inputs, check_kwargs(kwargs, "kwargs"), target_gpus, dim)
+    return tuple(args for args, _ in shards), tuple(kw for _, kw in shards)
+
+
+def _scatter_call(
+    inputs: tuple[Any, ...], kwargs: dict[str, Any], target_gpus: DeviceIds, dim: int
+) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+    check_dim(dim)
+    devices = _devices.resolve_each(target_gpus, "target_gpus")
+    if not devices:
+        raise ValueError("no devices to scatter to: expected at least one")
+    arguments = Arguments(inputs, kwargs, dim).find_rows(dim)
+    if arguments.rows is None:  # nothing to split: every device gets the same
+        return scattered(arguments, devices, [0] * len(devices), of_process)
+    sizes = [size for size in split_rows(arguments.rows, len(devices)) if size] or [0]
+    return scattered(
+        arguments, devices[: len(sizes)], sizes, of_process
+    )  # by torch's rule the last devices may get no rows
 
 
 class Arguments:

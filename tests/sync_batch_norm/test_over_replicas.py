@@ -23,7 +23,7 @@ from helpers.in_time import in_time
 from helpers.losses import fresh
 from unisono import DataParallel, data_parallel
 from unisono.runtime.exchange import Exchange, taking_part
-from unisono.sync_batch_norm.function_mode import BatchNormOverReplicas
+from unisono.sync_batch_norm.over_replicas import BatchNormOverReplicas
 
 pytestmark = pytest.mark.usefixtures("float64")
 

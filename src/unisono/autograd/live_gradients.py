@@ -14,9 +14,13 @@ graph of replica i      token ──► (2) BucketNode, one a bucket ──► t
 
 Both are made with the replicas, and used again in later steps: a steady step links nothing.
 
-A `Collector` is behind both nodes: autograd carries no gradient from (2) to (1), which return None for the token. What
-the collector has got, (1) returns as the gradients of the live tensors. Who runs the backward says where the gradients
-of a bucket go:
+A `Collector` is behind both nodes: autograd carries no gradient from (2) to (1), as (2) returns None for the token. A
+gradient goes this way in a step of several replicas:
+
+    replica i's backward ──► BucketNode.backward ──► Collector.receive ──► BucketSums.add, over the replicas
+    caller's backward, next ──► Collector.add_of_boundary ──► LiveNode.backward returns it ──► grad of the live tensor
+
+Who runs the backward says where the gradients of a bucket go:
 
     the boundary (boundary.py)       to the sum of the backward that runs (gradient_sums.py). It stops at the marks.
     the module, inside forward       they are kept until forward ends; then they are passed on to the live tensors

@@ -1,4 +1,4 @@
-"""Outputs: the replicas' outputs, matched leaf by leaf and joined into one value."""
+"""gather: join the replicas' outputs into one value, matched leaf by leaf: the inverse of scatter.py."""
 
 import math
 import numbers
@@ -11,7 +11,7 @@ import torch
 
 from unisono.primitives import batch_types, pytree
 from unisono.primitives.batch_types import batch_type_of
-from unisono.primitives.dims import OutputRules, Padding, spread
+from unisono.primitives.dims import OutputRules, Padding, check_dim, spread
 from unisono.primitives.output_rows import Leaf, is_own_mean, is_weighed, warn_of_other_rows
 from unisono.primitives.placements import (
     PaddedShard,
@@ -24,7 +24,9 @@ from unisono.primitives.placements import (
     cannot_be_placed,
 )
 from unisono.runtime import devices as _devices
+from unisono.runtime.devices import DeviceLike
 from unisono.runtime.errors import add_note
+from unisono.runtime.model_warnings import of_process
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,38 @@ _DIFFERENT_SIZES = (
     "dimension {dim}? Pass out_dims={dim}{nested}. Does each replica pad to its own longest sequence? Pass "
     "out_dims=unisono.pad({dim}){nested}, or total_length= to pad_packed_sequence."
 )
+
+
+def gather(outputs: Sequence[Any], target_device: DeviceLike, dim: int = 0) -> Any:
+    """Join the replicas' outputs along `dim`, in order, on `target_device`: the inverse of `scatter`.
+
+        >>> unisono.gather([{"y": torch.zeros(3, 2)}, {"y": torch.ones(1, 2)}], "cpu")["y"].shape
+        torch.Size([4, 2])
+
+    Args:
+        outputs: one output a replica, all of one structure: tensors, None, numbers and strings in tuples, lists,
+            dicts and dataclasses, and in objects that their class makes again from what iterating over them yields.
+        target_device: where the joined tensors are; an accelerator's index, a string or a `torch.device`.
+        dim: the axis along which tensors are joined. 0-dim tensors become a vector, one entry a replica.
+
+    Returns:
+        A value of the same structure. None stays None, equal strings stay one, numbers become a list with one entry a
+        replica. Differentiable.
+
+    Raises:
+        ValueError: outputs of different structure, rank, dtype or size (but along `dim`); names the path, and what
+            each replica gave.
+        TypeError: an output of a type that cannot be gathered.
+    """
+    check_dim(dim)
+    if not isinstance(outputs, list | tuple):
+        raise TypeError(f"outputs: expected a list with one output for each replica, got {type(outputs).__name__}")
+    if not outputs:
+        raise ValueError("no outputs to gather: expected one for each replica")
+    if target_device is None:
+        raise TypeError("target_device is None: expected an int, a string or a torch.device")
+    device = _devices.resolve_output(target_device, (), "target_device")
+    return gathered(outputs, device, OutputRules(dim, warnings=of_process))
 
 
 class Outputs:

@@ -10,7 +10,7 @@ from torch import nn
 from helpers.as_accelerators import simulated_as_accelerators
 from unisono import DataParallel
 from unisono.engines import compile_lock
-from unisono.engines.compile_lock import CompileLock
+from unisono.engines.compiled_modules import CompileLock
 from unisono.runtime.thread_pool import PassContext, ReplicaContext, one_pass, run_together
 
 CPU = [torch.device("cpu")] * 3
