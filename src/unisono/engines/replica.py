@@ -235,13 +235,6 @@ class Replicas:
         self._dicts.restore()
         return self.are_unchanged()
 
-    def forward_has_run(
-        self, rows: Sequence[int], writes: SharedWrites | None, *, run_whole: bool, in_callers_graph: bool
-    ) -> None:
-        """Take note of how this forward has run. Args: as the attributes of these names."""
-        self.writes = writes if writes is not None and writes.looks_at_backward else None
-        self.rows, self.run_whole, self.in_callers_graph = rows, run_whole, in_callers_graph
-
     def assigned(self, outputs: Sequence[Any] = ()) -> list[Change]:
         """Return the attributes that all replicas have set alike, and note those that are lost.
 

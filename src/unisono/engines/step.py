@@ -26,9 +26,10 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -176,7 +177,8 @@ def _run_once(
         return output
 
 
-class _LeftBehind(NamedTuple):
+@dataclass(slots=True)
+class _LeftBehind:
     """What a forward has left behind in its replicas."""
 
     assigns: bool  # whether it has assigned attributes
@@ -292,11 +294,12 @@ class Step:
         return outputs
 
     def _left_behind(self, outputs: Sequence[Any]) -> "_LeftBehind":
-        """Return what forward has left behind in the replicas."""
+        """Tell the replicas how forward has run; return what it has left behind in them."""
         plan, replicas = self._plan, self._replicas
+        replicas.writes = self._writes if self._writes is not None and self._writes.looks_at_backward else None
         runs_whole = plan.runs_whole and not self._memory.row_limits
-        rows = plan.sizes if runs_whole else plan.sizes_of_runs
-        replicas.forward_has_run(rows, self._writes, run_whole=runs_whole, in_callers_graph=plan.in_callers_graph)
+        replicas.run_whole, replicas.rows = runs_whole, plan.sizes if runs_whole else plan.sizes_of_runs
+        replicas.in_callers_graph = plan.in_callers_graph
         assigns = not replicas.attributes.is_current()
         alike = replicas.assigned(outputs) if replicas.are_new or assigns else []
         is_looked_at = plan.kernel_graphs and self._graphed is None and not self._pool.blueprint.why_not_captured
@@ -379,7 +382,7 @@ class Step:
         """Return what looks at this forward; in a steady step only at parameters that it writes."""
         plan, memory, sync_context = self._plan, self._memory, self._call.sync_context
         written = memory.written if plan.runs_whole else None
-        runs_as_module = plan.runs_whole and len(plan.devices) == 1 and not self._replicas.is_remote
+        runs_as_module = plan.runs_whole and not plan.devices[1:] and not self._replicas.is_remote
         if runs_as_module and sync_context is None and not self._is_early and not written:
             return []
         note = None if sync_context is None else sync_context.gradient_sync.note_written
@@ -430,7 +433,7 @@ class Step:
         """Return what is around each pass over the replicas."""
         plan, root = self._plan, blueprint.root
         contexts: list[PassContext] = []
-        if len(plan.devices) > 1:
+        if plan.devices[1:]:
             contexts.append(partial(own_streams, type(root).__name__, plan.devices))
         if _CATCHING_HAS_FILTERS:
             contexts.append(_grad_of_no_leaf_ignored)
