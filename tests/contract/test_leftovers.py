@@ -270,6 +270,15 @@ def test_what_forward_assigns_is_said_once(wrap: Wrap, name: str) -> None:
     assert model.module.steps == 0
 
 
+def test_a_number_of_rows_that_all_replicas_have_is_said(wrap: Wrap) -> None:
+    """R6: one device would have left that of the batch, though all replicas assign the same."""
+    for way in ("training", "without gradients", "the verbs"):
+        model = wrap(with_attributes(lambda m, x: setattr(m, "steps", len(x))), 3)
+        (said,) = said_by(steps_of(model, 9)[way])
+        assert "forward of Calls assigns steps:" in str(said.message)
+        assert model.module.steps == 0
+
+
 def test_another_model_is_warned_of_too(wrap: Wrap) -> None:
     """R6: once for a model, not once for a class. A second one of the class was wrong in silence."""
     for _ in range(2):
@@ -373,6 +382,12 @@ def test_where_nothing_is_lost_nothing_is_said(wrap: Wrap, name: str) -> None:
     """R6"""
     for way, step in steps_of(wrap(KEPT[name](), sync_batch_norm=False)).items():
         assert not [str(each.message) for each in said_by(step) if "assigns" in str(each.message)], way
+
+
+def test_weights_that_torch_computes_hide_nothing(wrap: Wrap) -> None:
+    """R6: layers of which nothing is lost come before one that assigns."""
+    (said,) = said_by(steps_of(wrap(nn.Sequential(derived(), with_attributes(ASSIGNED["to a layer"][0]))))["training"])
+    assert "forward of Sequential assigns 1.layer.seen:" in str(said.message)
 
 
 # What replicas share and write into

@@ -72,7 +72,7 @@ class BuffersInBackward:
         self._registries = [buffer_registries(each).dicts for each in modules]
         self._live = buffer_registries(live_modules).dicts
         self._live_ids = {*map(id, self._live)}
-        self._thread = threading.current_thread()  # the one that has called the forward
+        self._thread: threading.Thread  # the one that has called the forward
         self._reassigns = False
         self._backward = -1  # the number of the last one
         self._before: Any = None  # what it has begun with: `_state`
