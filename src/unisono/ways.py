@@ -381,7 +381,7 @@ def plan_of(
         timeout_s=options.timeout,
         is_timed=is_timed,
         kernel_graphs=False,
-        in_callers_graph=is_rank_of_one and tracked and not has_more,
+        may_be_in_callers_graph=is_rank_of_one and tracked and not has_more,
         has_several=has_several,
         carries_objects=carries_objects(arguments),
         structure=structure,
@@ -572,6 +572,7 @@ def on_all_devices(
             # A hook keeps tensors of the replicas for the caller: they have to be a part of the caller's graph.
             freeze(frozen)
             if options.sync_batch_norm:
+                arguments_of(wrapper, method, inputs, kwargs)  # it refuses what cannot be split, as always
                 log_once(_RUNS_WHOLE)
                 return on_one_device(wrapper, method, inputs, kwargs)
             return plain_composition(wrapper, method, inputs, kwargs, measured)

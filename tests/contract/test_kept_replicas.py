@@ -311,3 +311,12 @@ def test_memory_that_a_conversion_replaces_is_freed(wrap: Wrap) -> None:
     storage = model.module.weight.untyped_storage()
     model.half()
     assert torch._C._storage_Use_Count(storage._cdata) == 1
+
+
+def test_lists_of_buffers_have_one_dtype(wrap: Wrap) -> None:
+    """N10: batch norm has floats and an integer. Of a list with both, CUDA would copy each tensor by itself."""
+    model = wrap(nn.Sequential(*(nn.BatchNorm1d(4) for _ in range(3))), sync_batch_norm=False)
+    model(torch.randn(8, 4))
+    lists = model._step_memory._pool.buffers
+    assert sorted(map(len, lists)) == [3, 6]
+    assert [len({tensor.dtype for tensor in each}) for each in lists] == [1, 1]

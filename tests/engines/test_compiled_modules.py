@@ -9,7 +9,7 @@ from torch import nn
 
 from helpers.as_accelerators import simulated_as_accelerators
 from unisono import DataParallel
-from unisono.engines import compile_lock
+from unisono.engines import compiled_modules
 from unisono.engines.compiled_modules import CompileLock
 from unisono.runtime.thread_pool import PassContext, ReplicaContext, one_pass, run_together
 
@@ -53,14 +53,14 @@ def test_one_at_a_time_where_a_kind_is_new() -> None:
 
 def test_after_many_kinds_all_run_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """R13: inputs that are new in every step."""
-    monkeypatch.setattr(compile_lock, "_MOST_KINDS", 3)
+    monkeypatch.setattr(compiled_modules, "_MOST_KINDS", 3)
     lock = CompileLock()
     assert [bool(lock.if_new([kind])) for kind in range(5)] == [True, True, True, False, False]
 
 
 def test_replicas_that_wait_for_each_other_do_not_hang(monkeypatch: pytest.MonkeyPatch) -> None:
     """F1: they run without the lock after a while."""
-    monkeypatch.setattr(compile_lock, "_PATIENCE_S", 0.01)
+    monkeypatch.setattr(compiled_modules, "_PATIENCE_S", 0.01)
     assert most_at_once(CompileLock().if_new(["a"]), threading.Barrier(3)) == 3
 
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from helpers.comparisons import assert_equal, assert_same_gradients
 from helpers.modules import Calls, Fn, WithBackward
@@ -154,6 +155,29 @@ def test_one_replica_that_can_bear_less(float64: None) -> None:
     plain(x).sum().backward()
     torch.testing.assert_close(model.module.layer.weight.grad, plain.layer.weight.grad)
     assert model._step_memory.row_limits == {1: 4}
+
+
+def test_a_checkpoint_that_runs_out_of_memory_while_another_forwards_waits(float64: None) -> None:
+    """F11, R5: its forward is run again in backward, before that of the other one has come to its checkpoint."""
+    fails = [True]
+
+    def need(_: torch.Tensor) -> torch.Tensor:
+        if fails and fails.pop():
+            raise torch.OutOfMemoryError("simulated")
+        return _
+
+    def forward(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        h = checkpoint(lambda h: module.layer(h).tanh(), x, use_reentrant=False)
+        return WithBackward.apply(h, need) if module.is_greedy else h
+
+    layers, x = [nn.Linear(2, 2) for _ in range(2)], torch.randn(8, 2)
+    one, other = (Calls(forward, layer=copy.deepcopy(layer)) for layer in layers)
+    one.is_greedy, other.is_greedy = True, False
+    (DataParallel(other, ["cpu"] * 2)(x) + rescued(one)(x)).square().sum().backward()
+    assert not fails
+    sum(layer(x).tanh() for layer in layers).square().sum().backward()
+    assert_same_gradients(one.layer, layers[0])
+    assert_same_gradients(other.layer, layers[1])
 
 
 def test_a_replica_that_is_left_no_memory_by_another_one() -> None:

@@ -69,8 +69,8 @@ class Program(_PrintedAsPython):
     def said(self) -> tuple[str, ...]:
         """What a message says, in part, where the numbers are not those of the plain module."""
         of_blocks = [part for block in self.blocks for part in said_of(block)]
-        without_ways = self.parts > 1 or self.rescue or self.graphs or self.outputs in _ONE_NUMBER
-        of_outputs = ("Both are outputs of the module",) if without_ways else ()
+        without_paths = self.parts > 1 or self.rescue or self.graphs or self.outputs in _ONE_NUMBER
+        of_outputs = ("Both are outputs of the module",) if without_paths else ()
         of_graphs = ("cannot be differentiated. Set model.graphs = False",) if self.graphs else ()
         in_a_mode = "batch norm" in self.traits and any(step.action == "backward_in_a_mode" for step in self.steps)
         # Replicas, and ranks, exchange values.

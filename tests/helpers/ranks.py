@@ -95,7 +95,7 @@ def in_ranks(world_size: int, **options: Any) -> Callable[[Callable[[int], None]
         def test() -> None:
             run_ranks(world_size, _call, function.__module__, function.__name__, **options)
 
-        test.__doc__ = function.__doc__
+        test.__name__, test.__doc__ = function.__name__, function.__doc__
         return test
 
     return take
@@ -119,7 +119,7 @@ def on_two_ranks(*replicas: int, **options: Any) -> Callable[[Callable[..., None
             job = _call, function.__module__, function.__name__
             run_on_devices(2, *job, num_replicas=num_replicas, **options)
 
-        test.__doc__ = function.__doc__
+        test.__name__, test.__doc__ = function.__name__, function.__doc__
         return test
 
     return take

@@ -145,6 +145,8 @@ def test_a_hook_that_keeps_outputs_by_their_module() -> None:
     layer.register_forward_hook(keep)
     assert_like_plain(model, plain, torch.randn(6, 2), step_of_cubes)
     assert len(kept[layer]) == 6
+    with pytest.raises(ValueError, match="different numbers of rows"):
+        model(torch.randn(4, 2), torch.randn(3, 2))
 
 
 def test_a_backward_in_the_thread_of_an_accelerator() -> None:

@@ -1,7 +1,7 @@
 """The autograd boundary: what the caller's graph sees of all replicas, in place of their graphs.
 
 caller's graph    live tensors ──► LiveNode ──► token ──► (2) Replicas ──► token ──► (1) Output ──► output ──► loss
-                               (live_gradients.py) │                                      ▲
+                             (live_gradients.py) │                                      ▲
                                                  ▼                                      │ joined
 replica graphs           (3) BucketNodes ──► tensors of replica i ──► replica i ──► outputs of replica i
 
@@ -194,9 +194,8 @@ class _ReplicasNode(torch.autograd.Function):
         incoming: _Incoming = ctx.incoming.pop(engine.number_of_backward())()
         recording = ctx.graphs.recording
         try:
-            if (
-                recording is None or not recording.is_open
-            ):  # none where replicas were run again after the profile has ended
+            # None is open where replicas were run again after the profile has ended.
+            if recording is None or not recording.is_open:
                 return _backward(ctx, incoming)
             with recording.recorded(timeline.BACKWARD, timeline.SCATTER):
                 return _backward(ctx, incoming)

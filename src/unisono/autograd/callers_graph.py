@@ -110,7 +110,7 @@ class CallersGraph:
         return self._sync_context.begin(collector.live, token.grad_fn, self._parameters.plan)
 
 
-class _Output(torch.autograd.Function):
+class _OutputNode(torch.autograd.Function):
     """(1) The node of an output."""
 
     @staticmethod
@@ -126,4 +126,4 @@ class _Output(torch.autograd.Function):
         return grad, None
 
 
-_output: Any = super(torch.autograd.Function, _Output).apply  # as in boundary.py
+_output: Any = super(torch.autograd.Function, _OutputNode).apply  # as in boundary.py

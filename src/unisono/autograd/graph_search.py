@@ -191,7 +191,7 @@ def paths_between(groups: Sequence[Group], *, in_parts: bool) -> OutputPaths:
             upstream[k] |= reached[edge.node] - {k}
     on_way = sorted(set().union(*upstream))
     levels = [0] * len(groups)
-    for _ in on_way:  # the longest way has no more outputs
+    for _ in on_way:  # the longest path has no more outputs
         levels = [max([levels[other] + 1 for other in behind], default=0) for behind in upstream]
     return OutputPaths(levels, on_way) if on_way else OutputPaths()
 

@@ -347,7 +347,7 @@ def own_tensors(
     if collector.frozen:  # by an earlier forward
         collector.frozen.difference_update([each for each in [*collector.frozen] if each[:2] == (bucket, replica)])
     for place, tensor in enumerate(tensors):
-        tensor.__dict__["requires_grad_"] = RequiresGrad(
+        tensor.__dict__["requires_grad_"] = Link(
             weakref.ref(tensor), token, collector, bucket, replica, place, len(tensors)
         )
     return tensors
@@ -363,7 +363,7 @@ def leaf_on(device: torch.device) -> torch.Tensor | None:
     return torch.empty((), dtype=torch.float32, device=device, requires_grad=True)
 
 
-class RequiresGrad(NamedTuple):
+class Link(NamedTuple):
     """The place of a replica's parameter in its bucket; and the parameter's `requires_grad_`.
 
     torch refuses that for a tensor that is no leaf. A parameter that forward freezes is cut off from its bucket; where
@@ -407,7 +407,7 @@ class _Relink(torch.autograd.Function):
         token: torch.Tensor,
         _: torch.Tensor,
         __: torch.Tensor | None,
-        link: RequiresGrad,
+        link: Link,
         parameter: torch.Tensor,
     ) -> torch.Tensor:
         ctx.link, ctx.collector, ctx.replica = link, link.collector, link.replica
@@ -416,7 +416,7 @@ class _Relink(torch.autograd.Function):
     @staticmethod
     @uninterruptible
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, ...]:
-        link: RequiresGrad = ctx.link
+        link: Link = ctx.link
         gradients: Gradients = [None] * link.size
         gradients[link.place] = grad
         link.collector.receive(link.bucket, link.replica, gradients)

@@ -35,6 +35,7 @@ class Summand(Protocol):
 
     live: Sequence[torch.Tensor]
     over_ranks: OverRanks | None
+    latest: int
 
 
 class _Unsummed(NamedTuple):

@@ -1,4 +1,4 @@
-"""A lock for compiled modules: replicas run one after the other while torch.compile may have something to compile.
+"""Compiled modules: replicas run one after the other while torch.compile may have something to compile.
 
 torch.compile looks up compiled code, and compiles if none fits. Replicas that look at the same moment all find none,
 and all compile the same function: one after the other, because torch compiles one function at a time, and into n of the

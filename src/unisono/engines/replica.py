@@ -92,7 +92,7 @@ class Replica:
         self.is_remote, self.tensors = bool(copied), list(tensors.values())
         self.modules, links = blueprint.stamp(tensors)
         self.registries = buffer_registries(self.modules)
-        self._unlinked = unlinked_at_deletion(links)  # takes its references apart when the replica goes
+        self._unlinked = unlinked_at_deletion(links)  # takes the links apart when the replica goes
         self.rebound = [(owner[name], live) for _, owner, name, live in links if isinstance(owner, dict)]
 
     def commit_buffers(
@@ -140,7 +140,7 @@ class Replicas:
         attributes: of the first replica's modules, as they were made.
         rows: how many rows the replicas, or their parts, have in this forward.
         run_whole: whether each replica runs once, with its part of one batch.
-        in_callers_graph: whether the graph of the one replica is a part of the caller's (`StepPlan.in_callers_graph`).
+        in_callers_graph: whether the graph of the one replica may be a part of the caller's, as in `StepPlan`.
         writes: what looks at hooks that keep what they see in backward; None: nothing does.
         kernel_graphs: the `Graphs` of their kernels (graphed.py); None: there are none.
     """

@@ -184,7 +184,7 @@ class _LeftBehind:
     assigns: bool  # whether it has assigned attributes
     alike: Sequence[Change]  # those that all replicas have assigned alike
     buffers: Sequence[Change]  # those of the first replica that it has reassigned
-    outputs: Sequence[Any] | None  # of the replicas, where later steps may be captured (graphed.py)
+    outputs: Sequence[Any]  # of the replicas, where later steps may be captured (graphed.py); else none
 
 
 class Step:
@@ -231,7 +231,9 @@ class Step:
             with self._buffers, one_pass(self._passes.contexts) as contexts:
                 outputs = self._run(contexts)
                 left = self._left_behind(outputs)
-                output, buffers = self._link(self._match(outputs), left)
+                matched = self._match(outputs)
+                del outputs  # what is not matched is freed before the replicas are given back
+                output, buffers = self._link(matched, left)
         except Exception as error:
             self._note(error)
             raise
@@ -240,7 +242,7 @@ class Step:
         return output
 
     def _cut(self) -> None:
-        """Split the inputs (1), and take replicas (2); make what is around their passes, and runs them again."""
+        """Split the inputs (1), and take replicas (2); make what is around their passes, and what runs them again."""
         plan, pool, call = self._plan, self._pool, self._call
         self._shards = Shards(call, self._tracked, self._copies)
         if timeline.recording:
@@ -262,9 +264,9 @@ class Step:
             bool(limits) and any(limits.get(n, k) < k for n, k in zip(plan.replica_numbers, plan.sizes, strict=True))
         )
         self._passes = self._passes_of(pool.blueprint)
-        self._graphed = self._kernel_graphs() if plan.kernel_graphs and not plan.is_early else None
+        self._graphed = self._graphed_replicas() if plan.kernel_graphs and not plan.is_early else None
 
-    def _kernel_graphs(self) -> Sequence[GraphedReplica] | None:
+    def _graphed_replicas(self) -> Sequence[GraphedReplica] | None:
         """Return what runs in the replicas' place in this step, as graphs of kernels; None: they run themselves."""
         replicas = self._replicas
         if replicas.kernel_graphs is None:
@@ -293,17 +295,17 @@ class Step:
             look.end(outputs)
         return outputs
 
-    def _left_behind(self, outputs: Sequence[Any]) -> "_LeftBehind":
+    def _left_behind(self, outputs: Sequence[Any]) -> _LeftBehind:
         """Tell the replicas how forward has run; return what it has left behind in them."""
         plan, replicas = self._plan, self._replicas
         replicas.writes = self._writes if self._writes is not None and self._writes.looks_at_backward else None
         runs_whole = plan.runs_whole and not self._memory.row_limits
         replicas.run_whole, replicas.rows = runs_whole, plan.sizes if runs_whole else plan.sizes_of_runs
-        replicas.in_callers_graph = plan.in_callers_graph
+        replicas.in_callers_graph = plan.may_be_in_callers_graph
         assigns = not replicas.attributes.is_current()
         alike = replicas.assigned(outputs) if replicas.are_new or assigns else []
         is_looked_at = plan.kernel_graphs and self._graphed is None and not self._pool.blueprint.why_not_captured
-        return _LeftBehind(assigns, alike, replicas.each[0].registries.changes(), outputs if is_looked_at else None)
+        return _LeftBehind(assigns, alike, replicas.each[0].registries.changes(), outputs if is_looked_at else ())
 
     def _match(self, outputs: Sequence[Any]) -> Outputs:
         """Match the outputs leaf by leaf (4)."""
@@ -313,7 +315,7 @@ class Step:
         is_summed = self._call.sync_context is not None and self._tracked
         return Outputs(outputs, plan.rules, plan.sizes, self._replicas.live_of, is_summed=is_summed)
 
-    def _link(self, matched: Outputs, left: "_LeftBehind") -> tuple[Any, Sequence[torch.Tensor]]:
+    def _link(self, matched: Outputs, left: _LeftBehind) -> tuple[Any, Sequence[torch.Tensor]]:
         """Join the outputs (5), linked to the replicas' graphs (6); return what they make, and the joined buffers."""
         plan, changes = self._plan, left.buffers
         if self._replay is not None:
@@ -321,7 +323,7 @@ class Step:
         of_buffers = _groups_of(changes, len(plan.devices)) if changes and self._tracked else []
         outputs, captured = _boundary_outputs(plan, matched.groups, of_buffers), _NOTHING_CAPTURED
         if self._tracked:
-            in_callers_graph = plan.in_callers_graph and self._can_be_in_callers_graph(changes)
+            in_callers_graph = plan.may_be_in_callers_graph and self._can_be_in_callers_graph(changes)
             captured = self._captured_tensors([*matched.groups, *of_buffers], in_callers_graph=in_callers_graph)
             graphs = None if in_callers_graph else self._replica_graphs(captured, outputs)
             if graphs is not None and self._replay is not None and self._is_run_again:
@@ -332,8 +334,8 @@ class Step:
             joined = self._in_callers_graph(captured, outputs) if graphs is None else join(graphs)
         else:
             joined = [each.join(each.tensors) for each in outputs]
-        if left.outputs is not None:
-            self._look_if_captured(left.outputs, left, captured, matched.groups)
+        if left.outputs:
+            self._look_if_captured(left, captured, matched.groups)
         return matched.put_together(joined, plan.output_device), joined[len(matched.groups) :]
 
     def _can_be_in_callers_graph(self, changes: Sequence[Change]) -> bool:
@@ -347,18 +349,16 @@ class Step:
         is_recorded_by_events = self._recording is not None and not self._plan.on_host
         return not (runs_again or self._pool.has_wrappers or self._graphed or is_recorded_by_events)
 
-    def _look_if_captured(
-        self, outputs: Sequence[Any], left: "_LeftBehind", captured: CapturedTensors, groups: Sequence[Group]
-    ) -> None:
+    def _look_if_captured(self, left: _LeftBehind, captured: CapturedTensors, groups: Sequence[Group]) -> None:
         """Look at a step that has run without graphs of kernels: may later ones have them?"""
         of_step = {"assigns": left.assigns, "has_new_buffers": bool(left.buffers)}
         of_step["has_more"] = bool(self._memory.written or self._reached or self._frozen or self.parameters.frozen())
         if self._replicas.kernel_graphs is not None:
-            paths = paths_between(groups, in_parts=False) if self._plan.in_callers_graph else captured.paths
+            paths = paths_between(groups, in_parts=False) if self._plan.may_be_in_callers_graph else captured.paths
             self._replicas.kernel_graphs.paths = paths
-        refuse(self._pool.blueprint, why_not(outputs, self._replicas.live_of, captured, **of_step))
+        refuse(self._pool.blueprint, why_not(left.outputs, self._replicas.live_of, captured, **of_step))
 
-    def _commit(self, left: "_LeftBehind", buffers: Sequence[torch.Tensor]) -> None:
+    def _commit(self, left: _LeftBehind, buffers: Sequence[torch.Tensor]) -> None:
         """Give the live module what the replicas have for it (7)."""
         replicas, leftovers = self._replicas, self._memory.first_steps.leftovers
         replicas.each[0].commit_buffers(self._pool, left.buffers, buffers, self._plan.devices[0])
@@ -382,7 +382,7 @@ class Step:
         """Return what looks at this forward; in a steady step only at parameters that it writes."""
         plan, memory, sync_context = self._plan, self._memory, self._call.sync_context
         written = memory.written if plan.runs_whole else None
-        runs_as_module = plan.runs_whole and not plan.devices[1:] and not self._replicas.is_remote
+        runs_as_module = plan.runs_whole and len(plan.devices) == 1 and not self._replicas.is_remote
         if runs_as_module and sync_context is None and not self._is_early and not written:
             return []
         note = None if sync_context is None else sync_context.gradient_sync.note_written
@@ -433,7 +433,7 @@ class Step:
         """Return what is around each pass over the replicas."""
         plan, root = self._plan, blueprint.root
         contexts: list[PassContext] = []
-        if plan.devices[1:]:
+        if len(plan.devices) > 1:
             contexts.append(partial(own_streams, type(root).__name__, plan.devices))
         if _CATCHING_HAS_FILTERS:
             contexts.append(_grad_of_no_leaf_ignored)

@@ -59,13 +59,14 @@ class StepPlan:
     is_timed: bool
     kernel_graphs: bool  # whether the replicas' kernels may be launched as graphs (graphed.py)
     # Whether the only replica's graph may be a part of the caller's (autograd/callers_graph.py).
-    in_callers_graph: bool
+    may_be_in_callers_graph: bool
     has_several: bool  # whether the module, or a part of it, runs several times
     # Whether an input is an object of an unknown class. Every replica gets the same object, in which the next step may
     # find other tensors.
     carries_objects: bool
     structure: Hashable  # equal for steps that build the same graph, as far as modules and inputs tell
-    # By which first steps are counted: the structure; in a replica, where a pool is for one step, one that stays equal.
+    # By which first steps are counted: the structure. A wrapper inside a replica has a new pool in each step: there it
+    # is what stays equal.
     counts_as: Hashable
     is_early: bool  # whether this is one of the first steps
 

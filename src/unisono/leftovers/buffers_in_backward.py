@@ -72,7 +72,8 @@ class BuffersInBackward:
         self._registries = [buffer_registries(each).dicts for each in modules]
         self._live = buffer_registries(live_modules).dicts
         self._live_ids = {*map(id, self._live)}
-        self._thread: threading.Thread  # the one that has called the forward
+        # The one that has called the forward; a forward that is run again in backward has no `forward_has_run`.
+        self._thread = threading.current_thread()
         self._reassigns = False
         self._backward = -1  # the number of the last one
         self._before: Any = None  # what it has begun with: `_state`

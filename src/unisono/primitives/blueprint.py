@@ -321,7 +321,7 @@ class Blueprint:
         """The modules' names in messages (see `names_of`)."""
         return names_of(self.modules, self.root)
 
-    def stamp(self, tensors: Mapping[int, torch.Tensor]) -> tuple[list[nn.Module], list["Rebinding"]]:
+    def stamp(self, tensors: Mapping[int, torch.Tensor]) -> tuple[list[nn.Module], list["Link"]]:
         """Return the modules of a new replica, the root first; it has `tensors[id(t)]` for the live module's tensor t.
 
         Where `tensors` has nothing, the replica has the live tensor itself; the others get its attributes. Also returns
@@ -361,7 +361,7 @@ class Blueprint:
             _set_dict(replica, attributes)
         # By this torch warns of zero_grad. Only the root has it: libraries take it to mean that parameters() is empty.
         replicas[0].__dict__["_is_replica"] = True
-        links: list[Rebinding] = []
+        links: list[Link] = []
         if self._to_rebind or self._script_attributes or self._slots:
             referring = self._referring_attributes()
             links = [(setitem, own[key].__dict__, name, value) for key, name, value in referring]
@@ -503,10 +503,10 @@ def names_of(modules: Sequence[nn.Module], root: nn.Module) -> list[str]:
 
 # What sets an attribute, where (the dict of a replica's module, or a slot), of what (a name, or the module), and the
 # live value.
-Rebinding: TypeAlias = tuple[Callable[..., object], Any, Any, Any]
+Link: TypeAlias = tuple[Callable[..., object], Any, Any, Any]
 
 
-def unlinked_at_deletion(links: list[Rebinding]) -> at_deletion | None:
+def unlinked_at_deletion(links: list[Link]) -> at_deletion | None:
     """Return what sets attributes to the live values when it goes: a replica is freed with the last reference to it."""
     if not links:
         return None

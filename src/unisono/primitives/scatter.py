@@ -113,10 +113,9 @@ def _scatter_call(
     arguments = Arguments(inputs, kwargs, dim).find_rows(dim)
     if arguments.rows is None:  # nothing to split: every device gets the same
         return scattered(arguments, devices, [0] * len(devices), of_process)
+    # By torch's rule the last devices may get no rows.
     sizes = [size for size in split_rows(arguments.rows, len(devices)) if size] or [0]
-    return scattered(
-        arguments, devices[: len(sizes)], sizes, of_process
-    )  # by torch's rule the last devices may get no rows
+    return scattered(arguments, devices[: len(sizes)], sizes, of_process)
 
 
 class Arguments:

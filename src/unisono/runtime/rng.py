@@ -148,9 +148,8 @@ class _OwnStreams:
                 log_once(_ONE_DEVICE.format(name=self._name, device=device))
         if kind is not None:
             return
-        has_moved = random_state_of(torch.default_generator) != bytes_of(
-            self._state
-        )  # a third of what torch.equal takes
+        # This takes a third of what torch.equal takes.
+        has_moved = random_state_of(torch.default_generator) != bytes_of(self._state)
         if has_moved and _process.last_move is self._last_move:
             on_host = _WHAT_IS_NOT_CAUGHT if self._caught else _NOTHING_IS_CAUGHT
             log_once(_SHARED.format(name=self._name, what=on_host if self._on_host else _ON_ACCELERATORS))

@@ -1,5 +1,7 @@
 """Process groups, and what FSDP and DDP mark."""
 
+import importlib
+import sys
 import threading
 from types import SimpleNamespace
 
@@ -23,6 +25,14 @@ def test_a_group_is_aborted_without_a_wait() -> None:
     assert aborted.wait(60)
     may_end.set()
     process_groups.abort_group(SimpleNamespace(_device_types=[]))
+
+
+def test_what_shards_parameters_is_not_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """tests/distributed/test_beside_torch.py has its parameters."""
+    sharded = importlib.import_module("torch.distributed.tensor").DTensor
+    assert sharded in process_groups.sharded_tensor_types()
+    monkeypatch.delitem(sys.modules, "torch.distributed.tensor")  # as long as nothing has imported it
+    assert sharded not in process_groups.sharded_tensor_types()
 
 
 @pytest.fixture
