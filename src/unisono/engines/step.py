@@ -382,7 +382,7 @@ class Step:
         """Return what looks at this forward; in a steady step only at parameters that it writes."""
         plan, memory, sync_context = self._plan, self._memory, self._call.sync_context
         written = memory.written if plan.runs_whole else None
-        runs_as_module = plan.runs_whole and len(plan.devices) == 1 and not self._replicas.is_remote
+        runs_as_module = plan.runs_whole and plan.has_one_replica and not self._replicas.is_remote
         if runs_as_module and sync_context is None and not self._is_early and not written:
             return []
         note = None if sync_context is None else sync_context.gradient_sync.note_written
@@ -401,7 +401,7 @@ class Step:
         if self._synchronises():
             looks.append(AtEnd(partial(refuse_scripted_batch_norm, self._replicas.roots[0])))
         if self._normalises_shards():
-            looks.append(first_steps.batch_norm(self._replicas.roots[0], in_one_process=len(plan.devices) > 1))
+            looks.append(first_steps.batch_norm(self._replicas.roots[0], in_one_process=not plan.has_one_replica))
         if not plan.has_several:
             return [*looks, counted]
         arguments = self._call.arguments
@@ -409,7 +409,7 @@ class Step:
         own = [module for replica in self._replicas.each for module in replica.modules]
         search = Search(blueprint.modules, blueprint.names, inputs, blueprint.observers, own)
         of_call = inputs.values(), plan.devices_of_runs
-        found = first_steps.looks(plan.counts_as, search, *of_call, in_threads=len(plan.devices) > 1)
+        found = first_steps.looks(plan.counts_as, search, *of_call, in_threads=not plan.has_one_replica)
         self._writes = next((look for look in found if isinstance(look, SharedWrites)), None)
         return [*looks, *found]
 
@@ -421,19 +421,21 @@ class Step:
         plan, sync_context = self._plan, self._call.sync_context
         if plan.sync_batch_norm is not None or plan.parts > 1 or inside_replica():
             return False
-        return len(plan.devices) > 1 or (sync_context is not None and sync_context.gradient_sync.communicator.rank == 0)
+        return not plan.has_one_replica or (
+            sync_context is not None and sync_context.gradient_sync.communicator.rank == 0
+        )
 
     def _synchronises(self) -> bool:
         """Return whether batch norm is to see more rows than those of one replica."""
         return bool(self._plan.sync_batch_norm) and (
-            len(self._plan.devices) > 1 or self._call.cross_process is not None
+            not self._plan.has_one_replica or self._call.cross_process is not None
         )
 
     def _passes_of(self, blueprint: Blueprint) -> Passes:
         """Return what is around each pass over the replicas."""
         plan, root = self._plan, blueprint.root
         contexts: list[PassContext] = []
-        if len(plan.devices) > 1:
+        if not plan.has_one_replica:
             contexts.append(partial(own_streams, type(root).__name__, plan.devices))
         if _CATCHING_HAS_FILTERS:
             contexts.append(_grad_of_no_leaf_ignored)
@@ -463,10 +465,11 @@ class Step:
     def _run_replicas(self, contexts: ReplicaContext) -> list[Any]:
         plan = self._plan
         of_call = plan, self._memory.row_limits, self._shards, self._replicas.roots, self._copies, self.timings
-        graphed: Sequence[GraphedReplica | None] = self._graphed or [None] * len(plan.devices)
-        num_nodes, begun = [0] * len(plan.devices), checkpoints.begun
+        num_replicas, begun = len(plan.devices), checkpoints.begun
+        graphed: Sequence[GraphedReplica | None] = self._graphed or [None] * num_replicas
+        num_nodes = [0] * num_replicas
         hooks, reentrant = begun.hooks, begun.reentrant
-        tasks = [partial(_call_replica, *of_call, num_nodes, i, graphed[i]) for i, _ in enumerate(plan.devices)]
+        tasks = [partial(_call_replica, *of_call, num_nodes, i, graphed[i]) for i in range(num_replicas)]
         try:
             # No variable may hold the outcomes: an error's traceback refers to this frame.
             return values_or_raise(run_together(tasks, plan.devices, contexts, plan.timeout_s, plan.names), plan.names)

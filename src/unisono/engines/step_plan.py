@@ -84,6 +84,11 @@ class StepPlan:
         return [device for device, size in of_replicas for _ in range(max(1, min(self.parts, size)))]
 
     @cached_property
+    def has_one_replica(self) -> bool:
+        """Whether there is one replica."""
+        return len(self.devices) == 1
+
+    @cached_property
     def on_host(self) -> bool:
         """Whether all replicas compute on the host."""
         return _devices.all_on_host(self.devices)
@@ -96,7 +101,7 @@ class StepPlan:
     @cached_property
     def copies_on_host(self) -> Copies | None:
         """The copies of each step where one replica computes on the host, which keep nothing; else None."""
-        return Copies(self.devices) if self.on_host and len(self.devices) == 1 else None
+        return Copies(self.devices) if self.on_host and self.has_one_replica else None
 
     @cached_property
     def names(self) -> ReplicaNames:
@@ -148,7 +153,7 @@ def check_replicas(plan: StepPlan, blueprint: Blueprint, warnings: ModelWarnings
         RuntimeError: replay CUDA graphs.
     """
     warn_of_observers(blueprint, plan.devices_of_runs, warnings)
-    if len(plan.devices) > 1:
+    if not plan.has_one_replica:
         check_cuda_graphs(blueprint, plan.devices, _CUDA_GRAPHS)
 
 
