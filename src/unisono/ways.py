@@ -572,7 +572,7 @@ def on_all_devices(
             # A hook keeps tensors of the replicas for the caller: they have to be a part of the caller's graph.
             freeze(frozen)
             if options.sync_batch_norm:
-                arguments_of(wrapper, method, inputs, kwargs)  # it refuses what cannot be split, as always
+                _with_rows(wrapper, method, arguments)  # refuses what cannot be split, as on several devices
                 log_once(_RUNS_WHOLE)
                 return on_one_device(wrapper, method, inputs, kwargs)
             return plain_composition(wrapper, method, inputs, kwargs, measured)

@@ -141,6 +141,15 @@ def other_gradients(training: Training) -> None:
         training.optimizer.step()
 
 
+def two_backwards(training: Training) -> None:
+    training.steps()
+    for _ in range(3):
+        loss = training.forward()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        training.optimizer.step()
+
+
 def some_gradients(training: Training) -> None:
     training.steps()
     for _ in range(2):
@@ -229,9 +238,16 @@ def backward_within_autocast(training: Training) -> None:
             loss.backward()
 
 
-RUNS = [forwards_in_flight, other_gradients, some_gradients, evaluation_between, other_parameters]
+def inputs_that_need_gradients(training: Training) -> None:
+    for _ in range(7):
+        x = training.inputs().requires_grad_()
+        training.model(x)["output"].square().sum().backward()
+        training.seen.append(x.grad)  # type: ignore[arg-type]
+
+
+RUNS = [forwards_in_flight, other_gradients, two_backwards, some_gradients, evaluation_between, other_parameters]
 RUNS += [batches_of_other_sizes, under_autocast, within_one_autocast, backward_within_autocast]
-RUNS += [on_streams_in_turn, more_backwards_than_have_graphs]
+RUNS += [on_streams_in_turn, more_backwards_than_have_graphs, inputs_that_need_gradients]
 
 
 @needs_graphs
