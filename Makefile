@@ -4,6 +4,9 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 READY := .venv/.ready
 
+# Tests start hundreds of programs: without bytecode, each of them would compile all that it imports.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help demo test test-all test-device test-platforms compat clients clusters rows check format bench fuzz races mutants gpu-check docs dist clean
 
 help:  ## list the targets

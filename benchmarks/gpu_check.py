@@ -120,7 +120,7 @@ def dry_groups(kind: str) -> list[Group]:
     """Return a few checks of each kind, to show that this program works: on simulated devices, or on the CPU."""
     several, one = (QUEUED, "queued:0") if kind == "queued" else ("cpu,cpu", "cpu,cpu")
     simulated = {"UNISONO_TEST_DEVICES": several}
-    suite = ["tests/contract/test_gradients.py", "-m", "not slow", "-k", "without_grad"]
+    suite = ["tests/contract/test_gradients.py", "-m", "not slow", "-k", "unused_rows"]
     few = ["tests/gpu/test_gpu.py", MENDED, "-k", "each_replica_stands or outputs_on_the_host or checkpoints"]
     return [  # with time enough for a busy machine
         Group("plain checks", "programs", [several], 200, simulated),

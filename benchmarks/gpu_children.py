@@ -135,7 +135,10 @@ def run_tests(journal: Journal, ended: list[str], arguments: list[str]) -> None:
     options = ["-q", "-p", "no:cacheprovider", "--continue-on-collection-errors"]
     options += [f"--override-ini={setting}" for setting in settings]
     status = pytest.main([*arguments, *options], plugins=[Recorder(journal, ended)])
-    if status in (pytest.ExitCode.INTERNAL_ERROR, pytest.ExitCode.USAGE_ERROR):
+    errors = {pytest.ExitCode.INTERNAL_ERROR, pytest.ExitCode.USAGE_ERROR}
+    if not ended:  # a process that goes on after the last test has none left
+        errors.add(pytest.ExitCode.NO_TESTS_COLLECTED)
+    if status in errors:
         sys.exit(int(status))
 
 

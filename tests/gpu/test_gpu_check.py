@@ -268,11 +268,15 @@ def test_checks_are_cut_when_the_time_is_over(gpu_check, tmp_path, monkeypatch, 
 
 
 @pytest.mark.only_on("linux", "macos", because="make gpu-check runs process groups")
-def test_a_group_that_cannot_be_run(gpu_check, tmp_path):
-    done = run(gpu_check, [tmp_path / "test_nothing.py"])
+@pytest.mark.parametrize(
+    ("file", "says"), [("test_nothing.py", "exit status 4"), ("test_some.py", "exit status 5")], ids=["no file", "no test"]
+)
+def test_a_group_that_cannot_be_run(gpu_check, tmp_path, file, says):
+    (tmp_path / "test_some.py").write_text("def test_other(): pass")
+    done = run(gpu_check, [tmp_path / file, "-k", "one_of_another_name"])
     assert done.failed
-    assert "exit status 4" in done.problem
-    assert "test_nothing.py" in done.problem
+    assert says in done.problem
+    assert file in done.problem or "1 deselected" in done.problem
 
 
 @pytest.mark.only_on("linux", "macos", because="make gpu-check runs process groups")

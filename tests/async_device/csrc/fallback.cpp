@@ -3,7 +3,7 @@
 // (1) The call's device is found. Tensors of two devices are an error.
 // (2) Sizes of results are found by the same call on meta tensors. Where that cannot tell (they depend on numbers,
 //     there is no meta kernel, tensors are sparse), the call waits for its stream and is made at once: a race there is
-//     not seen.
+//     not seen. Many meta kernels are Python, and take longer than the rest of a call: what they have answered is kept.
 // (3) Memory for the results is taken from the allocator.
 // (4) The CPU's kernel is queued. It has CPU tensors in the memory of the device's, which it does not keep.
 #include <ATen/CPUGeneratorImpl.h>
@@ -11,10 +11,14 @@
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty.h>
+#include <c10/core/DefaultDtype.h>
 #include <c10/core/GradMode.h>
 
 #include <cstdio>
+#include <mutex>
 #include <set>
+#include <sstream>
+#include <unordered_map>
 
 #include "graphs.h"
 #include "hooks.h"
@@ -90,6 +94,10 @@ void call_at_once(const c10::OperatorHandle& op, bool sparse, Stack& stack) {
   else call_on_host(op, stack);
 }
 
+// What meta kernels have answered to which calls (`Call::as_text`), as tensors of the same sizes. It is never destroyed.
+std::mutex answers_mutex;
+std::unordered_map<std::string, Stack>& answers = *new std::unordered_map<std::string, Stack>();
+
 class Call {
  public:
   Call(const c10::OperatorHandle& op, Stack* stack)
@@ -148,12 +156,45 @@ class Call {
 
   std::string says_where() const { return "! (when calling " + name() + ")"; }
 
+  // All that the sizes of results depend on; none if that may be a number in a tensor of the host.
+  std::optional<std::string> as_text() const {
+    std::ostringstream text;
+    text << op_.operator_name() << c10::get_default_dtype_as_scalartype();
+    std::map<const void*, size_t> numbers;
+    bool is_complete = true;
+    auto add = [&](const IValue& value, auto& add) -> void {
+      text << ';';
+      if (value.isList()) {
+        text << '[';
+        for (const IValue& each : value.toListRef()) add(each, add);
+        text << ']';
+      } else if (value.isTensor() && value.toTensor().defined()) {
+        const Tensor& tensor = value.toTensor();
+        is_complete = is_complete && (!is_scalar_of_host(tensor) || is_wrapped_number(tensor));
+        text << numbers.emplace(tensor.unsafeGetTensorImpl(), numbers.size()).first->second << tensor.scalar_type()
+             << is_wrapped_number(tensor) << tensor.sizes() << tensor.strides();
+      } else if (value.isInt() || value.isDouble() || value.isComplexDouble() || value.isBool() || value.isString()) {
+        text << value.tagKind() << value;
+      } else {
+        is_complete = is_complete && (value.isNone() || value.isTensor() || value.isDevice() || value.isGenerator());
+      }
+    };
+    for (const IValue& value : values_) add(value, add);
+    return is_complete ? std::optional<std::string>(text.str()) : std::nullopt;
+  }
+
   // (2) Results on the device "meta"; none where the call has to be made at once.
   std::optional<Stack> find_results() const {
     if (is_sparse_ || returns_.empty()) return std::nullopt;
     if (!op_.hasKernelForDispatchKey(DispatchKey::Meta) && !is_convolution(op_)) return std::nullopt;
     for (const auto& result : returns_) {
       if (!holds_tensors(*result.type())) return std::nullopt;
+    }
+    const std::optional<std::string> text = as_text();
+    if (text) {
+      std::lock_guard<std::mutex> lock(answers_mutex);
+      auto found = answers.find(*text);
+      if (found != answers.end()) return found->second;
     }
     std::map<const void*, Tensor> made;
     auto to_meta = [&](const Tensor& tensor) -> Tensor {
@@ -174,6 +215,16 @@ class Call {
     try {
       c10::AutoGradMode no_grad(false);
       call_dense(op_, DispatchKey::Meta, stack);
+      for (IValue& result : stack) {
+        result = with_tensors_replaced(result, [](const Tensor& meta) -> Tensor {  // that may have an object in Python
+          if (!meta.defined()) return meta;
+          return at::detail::empty_strided_meta(meta.sizes(), meta.strides(), meta.scalar_type());
+        });
+      }
+      if (text) {
+        std::lock_guard<std::mutex> lock(answers_mutex);
+        answers.emplace(*text, stack);
+      }
       return stack;
     } catch (const std::exception& error) {
       // Sizes depend on numbers, or the call is wrong: then the CPU's kernel says what is wrong.
