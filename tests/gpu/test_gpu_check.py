@@ -268,9 +268,7 @@ def test_checks_are_cut_when_the_time_is_over(gpu_check, tmp_path, monkeypatch, 
 
 
 @pytest.mark.only_on("linux", "macos", because="make gpu-check runs process groups")
-@pytest.mark.parametrize(
-    ("file", "says"), [("test_nothing.py", "exit status 4"), ("test_some.py", "exit status 5")], ids=["no file", "no test"]
-)
+@pytest.mark.parametrize(("file", "says"), [("test_nothing.py", "exit status 4"), ("test_some.py", "exit status 5")])
 def test_a_group_that_cannot_be_run(gpu_check, tmp_path, file, says):
     (tmp_path / "test_some.py").write_text("def test_other(): pass")
     done = run(gpu_check, [tmp_path / file, "-k", "one_of_another_name"])

@@ -3,7 +3,6 @@
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from operator import attrgetter
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
@@ -85,34 +84,33 @@ class OneOrder:
         """Return the sums of backward `number` that can be had by now; None if a later LiveNode will have them."""
         if not unsummed and number not in self._waiting:
             return []
-        live = collector.live
         for failed in sorted(self._waiting)[:-MOST_WAITING]:
             self._waiting.pop(failed, None)
-        waiting = self._waiting.pop(number, [])
-        waiting += [_Unsummed(_forward_of(collector), live, *each) for each in unsummed]
-        to_come = self._to_come(number, collector)
-        latest = max(map(_forward_of, to_come), default=0)
-        now = sorted([each for each in waiting if each.forward > latest], key=attrgetter("forward"), reverse=True)
-        if waiting := [each for each in waiting if each.forward <= latest]:
-            self._waiting[number] = waiting
-        if [each for each in now if each.live is not live] and (
-            torch.is_grad_enabled() or engine.backward_is_restricted()
-        ):
-            raise RuntimeError(_SEVERAL_MODELS)
-        found: list[Gradients] = []
-        while now:
-            each = now.pop(0)
+        live, found = collector.live, list[Gradients]()
+        self._waiting.setdefault(number, []).extend(_Unsummed(_forward_of(collector), live, *each) for each in unsummed)
+        while (each := self._take_next(number, collector)) is not None:
+            if each.live is not live and (torch.is_grad_enabled() or engine.backward_is_restricted()):
+                raise RuntimeError(_SEVERAL_MODELS)
             gradients = each.all_reduce(each.gradients)
             if each.live is live:
                 found.append(gradients)
             else:
-                _add_to(each.live, gradients)
+                _add_to(each.live, gradients)  # meanwhile other LiveNodes may run in this thread: theirs wait for this
             del each, gradients
-        if waiting and unsummed and not found:
-            if not [other for other in to_come if other.live is live]:  # a backward of their own calls hooks
-                graph_nodes.skip_hooks_without_gradient(live)
+        if self._waiting.get(number) and unsummed and not found:
+            if not [other for other in self._to_come(number, collector) if other.live is live]:
+                graph_nodes.skip_hooks_without_gradient(live)  # a backward of their own calls hooks
             return None
         return found
+
+    def _take_next(self, number: int, collector: Summand) -> _Unsummed | None:
+        """Take what waits and is summed next; None: nothing waits, or this backward will come to a later forward."""
+        if not (waiting := self._waiting.get(number)):
+            self._waiting.pop(number, None)
+            return None
+        place = max(range(len(waiting)), key=lambda place: waiting[place].forward)
+        latest = max(map(_forward_of, self._to_come(number, collector)), default=0)
+        return waiting.pop(place) if waiting[place].forward > latest else None
 
     def _to_come(self, number: int, collector: Summand) -> list[Summand]:
         """Return the collectors whose LiveNodes backward `number`, which runs, has still to come to, but for one."""

@@ -16,6 +16,7 @@ another value, it is none.
 
 import contextlib
 import functools
+import os
 import sys
 import threading
 import types
@@ -23,7 +24,6 @@ import zlib
 from array import array
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -79,7 +79,7 @@ def _is_installed(module: Any) -> bool:
     """Return whether a module is Python's, torch's, this package's or that of an installed package."""
     if _top_package(module) in _NOT_THE_USERS:
         return True
-    parts = Path(getattr(sys.modules.get(str(module)), "__file__", None) or "").parts
+    parts = str(getattr(sys.modules.get(str(module)), "__file__", None)).split(os.sep)
     return "site-packages" in parts or "dist-packages" in parts
 
 
@@ -103,7 +103,7 @@ def name_of_file(module: Any) -> str:
     """Return the name of a file of the user's, by that of its module; "" if it is not the user's."""
     if _is_installed(module):
         return ""
-    return Path(str(getattr(sys.modules.get(str(module)), "__file__", None) or module)).name
+    return os.path.basename(str(getattr(sys.modules.get(str(module)), "__file__", None) or module))
 
 
 class Search:
