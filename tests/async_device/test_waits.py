@@ -21,6 +21,7 @@ from helpers.ranks import own_devices, run_ranks
 from unisono import DataParallel
 from unisono.inference.lane_choice import LaneChoice
 from unisono.runtime import devices
+from unisono.runtime.streams import copy_stream
 
 pytestmark = [
     pytest.mark.usefixtures("float64"),
@@ -93,6 +94,48 @@ def test_gradients_of_ranks_with_forward_on_another_stream(how: str) -> None:
     """The all-reduce waited for nothing where a bucket has one contribution: one replica a rank."""
     for steps in run_ranks(2, is_early, how):
         assert steps == [(False, 0.0)] * 3
+
+
+def on_the_copy_stream(rank: int) -> list[float]:
+    """Run a forward on the stream that is the library's for copies; return the error of each gradient, and of a buffer.
+
+    Rank 0's gradients, and what its checkpoint writes into the buffer, come late.
+    """
+    (name,) = own_devices(rank)
+    device = torch.device(name)
+    side = next(each for each in (torch.Stream(device) for _ in range(33)) if each == copy_stream(device))
+    markers, found = list[Any](), list[float]()
+
+    def forward(net: nn.Module, x: Tensor) -> Tensor:
+        def counted(x: Tensor) -> Tensor:
+            if markers and rank == 0:
+                waits(markers[0], device)
+            net.count.add_(1.0)
+            return x * net.scale
+
+        output: Tensor = checkpoint(counted, x, use_reentrant=net.reentrant)
+        return output
+
+    x = torch.full((4, 8), rank + 1.0, dtype=torch.float64, device=device, requires_grad=True)
+    for reentrant in (True, False):
+        net = Calls(forward, scale=nn.Parameter(torch.ones(8, dtype=torch.float64))).to(device)
+        net.register_buffer("count", torch.zeros((), device=device))
+        net.reentrant, model = reentrant, DataParallel(net, [device])
+        for step in range(1, 6):
+            net.scale.grad = None
+            with stream(side):
+                loss = model(x).sum()
+            markers.append(C.Marker())
+            loss.backward()
+            copy = net.scale.grad * 1
+            markers.pop().set()
+            found += [float((copy.cpu() - 6.0).abs().max()), float(net.count.cpu() - 2.0 * step)]
+    return found
+
+
+def test_ranks_with_forward_on_the_stream_for_copies() -> None:
+    """The all-reduce did not wait for what was made there by the caller, nor buffers of rank 0 for its checkpoint."""
+    assert run_ranks(2, on_the_copy_stream) == [[0.0] * 20] * 2
 
 
 def test_grad_of_a_backward_inside_forward_on_another_stream() -> None:

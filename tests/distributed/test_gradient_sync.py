@@ -96,6 +96,14 @@ def test_processes_may_choose_different_measured_shares(rank: int, options: dict
         assert measured.skip == 1
 
 
+@on_two_ranks(TWO)
+def test_a_first_replica_without_rows_beside_saved_tensor_hooks(rank: int, options: dict) -> None:
+    """C1, R14: the module runs whole, on its own device, whichever replicas have rows."""
+    model, oracle = twins(perceptron, shares=(0, 1), **options)
+    with torch.autograd.graph.save_on_cpu():
+        compare(rank, model, oracle)
+
+
 # ---- which parameters
 
 

@@ -5,9 +5,10 @@
     python -m fuzz --place ranks --seed 123              # one program again, as a finding says
 
 Replicas are in one memory, in separate memory as on devices of their own, in two ranks, or, if asked for, on the
-asynchronous devices of tests/async_device: forwards, backwards, steps of the optimizer and outputs of a map are then
-on streams drawn at random, each of which waits for the one before, and kernels are late at random. With make:
-make fuzz OPTIONS="--place ranks --programs 10000". By hand: PYTHONPATH=tests .venv/bin/python -m fuzz.
+asynchronous devices of tests/async_device, also in two ranks (QUEUED_DEVICES=4 gives each devices of its own):
+forwards, backwards, steps of the optimizer and outputs of a map are then on streams drawn at random, each of which
+waits for the one before, and kernels are late at random. With make: make fuzz OPTIONS="--place ranks --programs 10000".
+By hand: PYTHONPATH=tests .venv/bin/python -m fuzz.
 
 A program builds a model of random blocks and does random things with it: training of every kind, copies, checkpoints,
 hooks, interrupts. Outputs, gradients, buffers, parameters and the types of errors have to be those of the plain module,
@@ -28,7 +29,7 @@ from collections.abc import Iterable, Iterator
 from multiprocessing.connection import wait
 
 from fuzz.compare import Difference, Outcome
-from fuzz.program import ASYNCHRONOUS, PLACES, Program
+from fuzz.program import ASYNCHRONOUS, ASYNCHRONOUS_RANKS, PLACES, Program
 from fuzz.random_programs import random_program
 from fuzz.servers import ProgramServer
 from fuzz.shrink import shrink
@@ -63,8 +64,8 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--place",
         action="append",
-        choices=(*PLACES, ASYNCHRONOUS),
-        help="of the replicas; may be given several times; default: all but the last one",
+        choices=(*PLACES, ASYNCHRONOUS, ASYNCHRONOUS_RANKS),
+        help="of the replicas; may be given several times; default: all but the last two",
     )
     parser.add_argument("--programs", type=int, default=200, metavar="N", help="in each place; default: %(default)s")
     parser.add_argument("--seed", type=int, metavar="N", help="run the program of this seed only")

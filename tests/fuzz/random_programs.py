@@ -14,10 +14,11 @@ _ROWS = (0, 1, 2, 3, 4, 5, 6, 6, 7, 8, 11, 17)
 _WRAPS = {  # over ranks, layers around a "part" are not synchronised; a wrapper in a replica needs its device
     "ranks": ("model", "model", "twice", "both"),
     ASYNCHRONOUS: ("model", "part"),
+    ASYNCHRONOUS_RANKS: ("model",),
 }
 _ALL_WRAPS = ("model", "model", "part", "twice", "both")
-_NUM_REPLICAS = {"ranks": (1, 2), ASYNCHRONOUS: (2, 2, 2, 1)}
-_STRICT = ("ranks", ASYNCHRONOUS)  # without what a message names
+_NUM_REPLICAS = {"ranks": (1, 2), ASYNCHRONOUS: (2, 2, 2, 1), ASYNCHRONOUS_RANKS: (1, 2)}
+_STRICT = tuple(_NUM_REPLICAS)  # without what a message names
 # Each rank has a list of its own; some kernels and tensors are for CPUs only.
 _OF_ONE_PROCESS, _OF_CPUS = ("lists", "outside"), ("complex", "containers")
 LEFT_OUT = {"ranks": _OF_ONE_PROCESS, ASYNCHRONOUS: _OF_CPUS, ASYNCHRONOUS_RANKS: _OF_ONE_PROCESS + _OF_CPUS}
@@ -30,7 +31,8 @@ NOT_OF_RANKS = ("0-dim", "number", "a parameter", "folded", "sample list")
 
 def _drawn_form(draw: random.Random, forms: Mapping[str, InputForm | OutputForm], place: str) -> str:
     """Return the name of a form, seldom of one with which a message may end the program."""
-    strict = [name for name, form in forms.items() if not form.said and (place != "ranks" or name not in NOT_OF_RANKS)]
+    left_out = NOT_OF_RANKS if "ranks" in place else ()
+    strict = [name for name, form in forms.items() if not form.said and name not in left_out]
     said = [name for name, form in forms.items() if form.said]
     return draw.choice(said) if place not in _STRICT and draw.random() < 0.08 else draw.choice(("tensor", *strict))
 
@@ -83,7 +85,7 @@ def random_program(seed: int, place: str) -> Program:
         options["rescue"] = False  # with which they are lost, and only of what counts or has rows it is said: row R6
     allowed = [name for name, action in ACTIONS.items() if action.suits(traits)]
     weights = [ACTIONS[name].weight for name in allowed]
-    fewest = 8 if options["outputs"] == "numbers" else 2 if place == "ranks" else 0
+    fewest = 8 if options["outputs"] == "numbers" else 2 if "ranks" in place else 0
     rows = [n for n in _ROWS if n >= fewest]
     steps = [
         Step(draw.choices(allowed, weights)[0], draw.choice(rows), draw.randrange(1000))

@@ -207,13 +207,15 @@ class Ranks:
         if len(self._devices) > 1:
             log_once(_RUNS_WHOLE)
         run = self._with_own_parameters(module, plan.method, call.sync_context)
-        [shard] = scattered(call.arguments, plan.devices[:1], [plan.rows or 0], plan.part_rules.warnings)
+        # On the module's device, whether or not the first replica has rows.
+        plan = replace(plan, sizes=(plan.rows or 0,), devices=(plan.source,), replica_numbers=(0,))
+        [shard] = scattered(call.arguments, plan.devices, plan.sizes, plan.part_rules.warnings)
         # As a replica, so that a wrapper inside the module runs its own replicas one after the other.
         args, kwargs = shard
         task = partial(run, *args, **kwargs)
         if call.cross_process is not None:
             task = partial(run_as_replica, module, task, call.cross_process)
-        [output] = values_or_raise(run_together([task], plan.devices[:1]), plan.names[:1])
+        [output] = values_or_raise(run_together([task], plan.devices), plan.names)
         reached = leaves_and_nodes([tensor for _, tensor in pytree.tensors(output)])
         if any(is_reentrant_checkpoint(node) for node in reached if not isinstance(node, torch.Tensor)):
             raise RuntimeError(_REENTRANT)

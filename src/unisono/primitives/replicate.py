@@ -52,14 +52,39 @@ def replicate(network: M, devices: DeviceIds, detach: bool = False) -> list[M]:
             tensors = blueprint.buffers_for(copies, shared=device not in targets[:number])
             if detach or device != source:
                 for key, parameter in blueprint.parameters.items():
-                    there = _devices.moved_to(parameter, device)
-                    tensors[key] = there.detach() if detach else there
+                    if detach or _devices.same_device(parameter.device, device):
+                        there = _devices.moved_to(parameter, device)
+                        tensors[key] = there.detach() if detach else there
+                    else:
+                        tensors[key] = _Copied.apply(parameter, device)  # type: ignore[no-untyped-call]
             for key, constant in blueprint.constants_on(source).items():
                 tensors[key] = _devices.moved_to(constant, device)
             (root, *_), _ = blueprint.stamp(tensors)
             replicas.append(root)
         warn_of_observers(blueprint, targets, of_process)
     return replicas  # type: ignore[return-value]
+
+
+class _Copied(torch.autograd.Function):
+    """A copy on another device. Its gradient may be sparse, as an embedding's is; that of `Tensor.to` may not."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        return _devices.copied_to(tensor, device)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[torch.Tensor, torch.device], output: torch.Tensor) -> None:
+        ctx.devices = inputs[0].device, inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _devices.moved_to(grad, ctx.devices[0]), None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: torch.Tensor, _: None) -> torch.Tensor:
+        return _devices.copied_to(tangent, ctx.devices[1])
 
 
 def live_tensors_of(replicas: Sequence[Any], live: nn.Module) -> list[dict[int, torch.Tensor]]:

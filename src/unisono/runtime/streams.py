@@ -119,10 +119,11 @@ class Copies:
         if made is None:
             return
         (event, made_on), target = made, self._devices[reader]
-        if made_on == copy_stream(target):
-            return
-        event.let_wait(copy_stream(target))
-        if made_on != self._computing[target]:  # the reader has to wait, too, if nothing is copied after this
+        if made_on != copy_stream(target):
+            event.let_wait(copy_stream(target))
+        # The reader has to wait, too, if nothing is copied after this. The caller may have made it on the copy stream:
+        # a device has few streams, and gives each of them to several who ask for one.
+        if made_on != self._computing[target]:
             with self._lock:
                 self._last[reader, False] = _devices.Event(copy_stream(target))
 
