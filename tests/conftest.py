@@ -84,9 +84,12 @@ def pytest_keyboard_interrupt(excinfo: pytest.ExceptionInfo[BaseException]) -> N
 
 
 @pytest.hookimpl(optionalhook=True)  # pytest-xdist's
-def pytest_xdist_auto_num_workers() -> int:
+def pytest_xdist_auto_num_workers() -> int | None:
     """For `-n auto`, half as many processes again as there are cores: a third of the time, tests wait for others."""
-    return (3 * (os.cpu_count() or 1) + 1) // 2
+    if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ:
+        return None  # pytest-xdist reads it
+    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return (3 * num_cores + 1) // 2
 
 
 def pytest_report_header() -> list[str]:

@@ -186,19 +186,33 @@ def test_large_gradients_that_are_sparse_in_some_replicas(wrap: Wrap) -> None:
         assert_same(mine, expected)
 
 
-def test_sparse_gradients_in_the_plain_composition(wrap: Wrap) -> None:
+class OfFirst(torch.autograd.Function):
+    """The first input; the second one has no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+        return first.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad, None
+
+
+def test_sparse_and_missing_gradients_in_the_plain_composition(wrap: Wrap) -> None:
     """S15, R14: of a copy on another device, too: torch's own has no sparse gradient."""
 
     def forward(net: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-        return net.embedding(tokens) * net.embedding(tokens.flip(1))
+        return OfFirst.apply(net.embedding(tokens) * net.embedding(tokens.flip(1)), net.unused)
 
-    plain, model = twins(wrap, Calls(forward, embedding=nn.Embedding(6, 2, sparse=True).double()))
+    embedding, unused = nn.Embedding(6, 2, sparse=True).double(), nn.Parameter(torch.ones(1))
+    plain, model = twins(wrap, Calls(forward, embedding=embedding, unused=unused))
     tokens = torch.tensor([[2, 1], [2, 5], [0, 1]])
     with torch.autograd.graph.save_on_cpu():
         for module in (plain, model):
             loss_of(module(tokens)).backward()
     mine, expected = model.module.embedding.weight.grad, plain.embedding.weight.grad
     assert mine.is_sparse
+    assert model.module.unused.grad is None
     assert_same(mine.to_dense(), expected.to_dense())
 
 

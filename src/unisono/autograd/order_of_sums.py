@@ -95,7 +95,9 @@ class OneOrder:
             if each.live is live:
                 found.append(gradients)
             else:
-                _add_to(each.live, gradients)  # meanwhile other LiveNodes may run in this thread: theirs wait for this
+                # Meanwhile torch may run other LiveNodes in this thread. For these this one is still to come: what they
+                # have waits, and is taken next.
+                _add_to(each.live, gradients)
             del each, gradients
         if self._waiting.get(number) and unsummed and not found:
             if not [other for other in self._to_come(number, collector) if other.live is live]:

@@ -275,7 +275,7 @@ class BucketedAllReduce:
         if structure.in_one_message:
             sums += [self._steps.read(self._sent[0][1], structure.slots)]
             sums[0][: buckets[0].num_entries].div_(self._steps.total_weight())
-        if self._streams:
+        if meanwhile is not None and self._streams:
             wait_for_makers(self._streams, ())  # an activation checkpoint may have written into buffers there
         wait_for_more = None if meanwhile is None else meanwhile()
         sums = sums or [wait() for _, wait in self._sent]

@@ -79,7 +79,7 @@ def _is_installed(module: Any) -> bool:
     """Return whether a module is Python's, torch's, this package's or that of an installed package."""
     if _top_package(module) in _NOT_THE_USERS:
         return True
-    parts = str(getattr(sys.modules.get(str(module)), "__file__", None)).split(os.sep)
+    parts = str(getattr(sys.modules.get(str(module)), "__file__", None) or "").replace("\\", "/").split("/")
     return "site-packages" in parts or "dist-packages" in parts
 
 

@@ -77,14 +77,15 @@ class _Copied(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[torch.Tensor, torch.device], output: torch.Tensor) -> None:
         ctx.devices = inputs[0].device, inputs[1]
+        ctx.set_materialize_grads(False)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _devices.moved_to(grad, ctx.devices[0]), None
+    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
+        return None if grad is None else _devices.moved_to(grad, ctx.devices[0]), None
 
     @staticmethod
-    def jvp(ctx: Any, tangent: torch.Tensor, _: None) -> torch.Tensor:
-        return _devices.copied_to(tangent, ctx.devices[1])
+    def jvp(ctx: Any, tangent: torch.Tensor | None, _: None) -> torch.Tensor | None:
+        return None if tangent is None else _devices.copied_to(tangent, ctx.devices[1])
 
 
 def live_tensors_of(replicas: Sequence[Any], live: nn.Module) -> list[dict[int, torch.Tensor]]:

@@ -115,7 +115,7 @@ class Copies:
         return _devices.Event(here), here
 
     def wait_made(self, made: "Made | None", reader: int) -> None:
-        """Let the reader's copy stream wait until something is there on the reader's device, and for nothing later."""
+        """Let the reader, and its copy stream, wait until something is there on its device, and for nothing later."""
         if made is None:
             return
         (event, made_on), target = made, self._devices[reader]
@@ -386,6 +386,7 @@ def _with_memory(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
             yield from (tensor._indices(), tensor._values())
 
 
+_NUM_IN_POOL = 32  # streams of a device, which are given out in turn
 _streams: dict[tuple[torch.device, str], torch.Stream] = {}
 _streams_lock = threading.Lock()
 
@@ -408,5 +409,9 @@ def _send_stream(device: torch.device) -> torch.Stream:
 def _stream(device: torch.device, does: str) -> torch.Stream:
     with _streams_lock:
         if (device, does) not in _streams:
-            _streams[device, does] = torch.Stream(device)
+            taken = [stream for (other, _), stream in _streams.items() if other == device]
+            for _ in range(_NUM_IN_POOL):
+                stream = _streams[device, does] = torch.Stream(device)
+                if stream not in taken:
+                    break
         return _streams[device, does]
