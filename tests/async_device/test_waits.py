@@ -20,8 +20,8 @@ from helpers.modules import Calls
 from helpers.ranks import own_devices, run_ranks
 from unisono import DataParallel
 from unisono.inference.lane_choice import LaneChoice
-from unisono.runtime import devices
-from unisono.runtime.streams import copy_stream
+from unisono.runtime import devices, streams
+from unisono.runtime.streams import capture_stream, copy_stream
 
 pytestmark = [
     pytest.mark.usefixtures("float64"),
@@ -136,6 +136,15 @@ def on_the_copy_stream(rank: int) -> list[float]:
 def test_ranks_with_forward_on_the_stream_for_copies() -> None:
     """The all-reduce did not wait for what was made there by the caller, nor buffers of rank 0 for its checkpoint."""
     assert run_ranks(2, on_the_copy_stream) == [[0.0] * 20] * 2
+
+
+def test_the_librarys_streams_are_not_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device gives its 32 streams out in turn, also to others."""
+    monkeypatch.setattr(streams, "_streams", {})
+    first = copy_stream(FIRST)
+    for _ in range(31):
+        assert torch.Stream(FIRST) != first
+    assert capture_stream(FIRST) != first
 
 
 def test_grad_of_a_backward_inside_forward_on_another_stream() -> None:

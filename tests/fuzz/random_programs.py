@@ -18,7 +18,7 @@ _WRAPS = {  # over ranks, layers around a "part" are not synchronised; a wrapper
 }
 _ALL_WRAPS = ("model", "model", "part", "twice", "both")
 _NUM_REPLICAS = {"ranks": (1, 2), ASYNCHRONOUS: (2, 2, 2, 1), ASYNCHRONOUS_RANKS: (1, 2)}
-_STRICT = tuple(_NUM_REPLICAS)  # without what a message names
+_STRICT = ("ranks", ASYNCHRONOUS, ASYNCHRONOUS_RANKS)  # without what a message names
 # Each rank has a list of its own; some kernels and tensors are for CPUs only.
 _OF_ONE_PROCESS, _OF_CPUS = ("lists", "outside"), ("complex", "containers")
 LEFT_OUT = {"ranks": _OF_ONE_PROCESS, ASYNCHRONOUS: _OF_CPUS, ASYNCHRONOUS_RANKS: _OF_ONE_PROCESS + _OF_CPUS}

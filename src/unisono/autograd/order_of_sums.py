@@ -108,7 +108,7 @@ class OneOrder:
     def _take_next(self, number: int, collector: Summand) -> _Unsummed | None:
         """Take what waits and is summed next; None: nothing waits, or this backward will come to a later forward."""
         if not (waiting := self._waiting.get(number)):
-            self._waiting.pop(number, None)
+            self._waiting.pop(number, None)  # all is summed
             return None
         place = max(range(len(waiting)), key=lambda place: waiting[place].forward)
         latest = max(map(_forward_of, self._to_come(number, collector)), default=0)

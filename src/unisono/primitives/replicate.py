@@ -52,9 +52,10 @@ def replicate(network: M, devices: DeviceIds, detach: bool = False) -> list[M]:
             tensors = blueprint.buffers_for(copies, shared=device not in targets[:number])
             if detach or device != source:
                 for key, parameter in blueprint.parameters.items():
-                    if detach or _devices.same_device(parameter.device, device):
-                        there = _devices.moved_to(parameter, device)
-                        tensors[key] = there.detach() if detach else there
+                    if detach:
+                        tensors[key] = _devices.moved_to(parameter, device).detach()
+                    elif _devices.same_device(parameter.device, device):
+                        tensors[key] = parameter
                     else:
                         tensors[key] = _Copied.apply(parameter, device)  # type: ignore[no-untyped-call]
             for key, constant in blueprint.constants_on(source).items():
