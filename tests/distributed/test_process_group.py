@@ -374,9 +374,9 @@ def test_the_others_learn_why_one_has_failed(where, options):
         assert ended[rank].exit_code == 1
 
 
-def trains_on(rank: int, where: int) -> None:
+def trains_on(rank, where, options):
     body = nn.Sequential(nn.Linear(4, 300), *[nn.Linear(300, 300) for _ in range(4)], nn.Linear(300, 4))
-    model = wrapped(Calls(fails_at, body=body, where=None))
+    model = wrapped(Calls(fails_at, body=body, where=None), **options)
     step(model)
     if rank == 1:
         model.module.where = where
@@ -386,11 +386,19 @@ def trains_on(rank: int, where: int) -> None:
     step(model)
 
 
-@pytest.mark.parametrize("where", [0, 5], ids=["after buckets", "before all buckets"])
-def test_a_program_that_goes_on_after_a_failed_backward(where):
+@pytest.mark.parametrize(
+    ("where", "options", "reason"),
+    [
+        (0, {}, "a backward has raised an exception after the ranks had begun to sum its gradients"),
+        (5, {}, "a backward has raised an exception after the ranks had begun to sum its gradients"),
+        (0, TWO, "TroubleError: no more memory"),
+    ],
+    ids=["after buckets", "before all buckets", "two replicas"],
+)
+def test_a_program_that_goes_on_after_a_failed_backward(where, options, reason):
     """C12: its next collective ends with the reason, on all ranks, before anything of it is summed."""
-    for each in end_ranks(2, trains_on, where):
-        assert "a backward has raised an exception after the ranks had begun to sum its gradients" in last_error(each)
+    for each in end_ranks(2, trains_on, where, options):
+        assert reason in last_error(each)
 
 
 @pytest.mark.parametrize(

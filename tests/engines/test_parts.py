@@ -140,6 +140,17 @@ def test_a_backward_with_create_graph_is_run_again(asked: Callable[..., list[tor
         torch.testing.assert_close(mine, theirs)
 
 
+@pytest.mark.parametrize("change", [lambda bias: bias.detach().add_(1), lambda bias: bias.requires_grad_(False)])
+def test_a_backward_after_a_parameter_has_changed_is_not_run_again(change: Callable[[torch.Tensor], object]) -> None:
+    """F11: forward would compute something else. The error has a note that says why."""
+    model = rescued(Greedy(6, True))
+    loss = model(torch.randn(34, 20))["loss"]
+    change(model.module.head.bias)
+    with pytest.raises(torch.OutOfMemoryError, match="simulated") as raised:
+        loss.backward()
+    assert any("1 parameters changed between forward and backward" in note for note in raised.value.__notes__)
+
+
 def test_one_replica_that_can_bear_less(float64: None) -> None:
     """F11: only its shard is run in parts."""
 
@@ -327,6 +338,40 @@ def test_what_one_part_assigns_the_next_does_not_find(float64: None) -> None:
     output.sum().backward()
     torch.testing.assert_close(output, (model.module.layer(torch.ones(8, 3)) * 1.9).detach())
     torch.testing.assert_close(model.module.layer.bias.grad, torch.full((2,), 8 * 1.9))
+
+
+def initialised(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """Return other numbers in the first forward, as one does that sets its weights by its first batch."""
+    scale, module.is_ready = 1.0 if module.is_ready else 3.0, True
+    return module.greedy(x * scale)["y"]
+
+
+def counting(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    module.steps += 1
+    return module.greedy(x * module.steps)["y"]
+
+
+@pytest.mark.parametrize(
+    ("forward", "options"), [(initialised, {"parts": 2}), (initialised, {"rescue": True}), (counting, {"rescue": True})]
+)
+def test_what_forward_assigns_is_kept(
+    forward: Callable[..., torch.Tensor], options: dict[str, Any], float64: None
+) -> None:
+    """N13, F11, R6: in backward, what runs again finds what it had found in forward, and leaves nothing else."""
+    plain = Calls(forward, greedy=Greedy(99, False), is_ready=False, steps=0)
+    model = DataParallel(copy.deepcopy(plain), ["cpu"] * 2, **options)
+    x = torch.randn(34, 20)
+    for step in range(3):
+        if step == 2 and "rescue" in options:
+            model.module.greedy.most, model.module.greedy.in_backward = 10, True
+        outputs, expected = [model(x), model(x)], [plain(x), plain(x)]
+        for output, each in zip(outputs, expected, strict=True):
+            torch.testing.assert_close(output, each)
+            output.square().sum().backward()
+            each.square().sum().backward()
+        assert_same_gradients(model.module, plain)
+        assert (model.module.is_ready, model.module.steps) == (plain.is_ready, plain.steps)
+    assert bool(model._step_memory.row_limits) == ("rescue" in options)
 
 
 def test_what_counts_as_out_of_memory() -> None:

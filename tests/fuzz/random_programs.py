@@ -81,8 +81,6 @@ def random_program(seed: int, place: str) -> Program:
     traits = Program(**options).traits
     if "weights" in traits and options["wraps"] in ("twice", "both"):
         options["wraps"] = "model"  # in there, graphs do not see what a later forward writes through `.data`
-    if "left attributes" in traits:
-        options["rescue"] = False  # with which they are lost, and only of what counts or has rows it is said: row R6
     allowed = [name for name, action in ACTIONS.items() if action.suits(traits)]
     weights = [ACTIONS[name].weight for name in allowed]
     fewest = 8 if options["outputs"] == "numbers" else 2 if "ranks" in place else 0

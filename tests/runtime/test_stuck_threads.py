@@ -75,11 +75,13 @@ def test_one_that_computes_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
             held.release()
 
 
-def test_nothing_is_found_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """F7: nor where there is no thread."""
+def test_nothing_is_found_at_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """F7: nor where there is no thread; and nothing is logged then."""
     monkeypatch.setattr(stuck_threads, "SAID_AFTER_S", 100.0)
     assert not [StuckThreads().are_found([threading.get_ident()], waited_s) for waited_s in (0.0, 40.0)].count(True)
     assert not StuckThreads().are_found([], 100.0)
+    StuckThreads().say({0: threading.get_ident()}, ["replica 0"], 40.0)
+    assert not caplog.records
 
 
 def test_no_cycle_holds_the_waiting_thread_s_frames() -> None:

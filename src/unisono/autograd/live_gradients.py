@@ -344,8 +344,6 @@ def own_tensors(
     """
     tensors = with_bucket_node(token, collector, bucket, replica, given, leaf)
     collectors_with_nodes[id(collector)] = collector
-    if collector.frozen:  # by an earlier forward
-        collector.frozen.difference_update([each for each in [*collector.frozen] if each[:2] == (bucket, replica)])
     for place, tensor in enumerate(tensors):
         tensor.__dict__["requires_grad_"] = Link(
             weakref.ref(tensor), token, collector, bucket, replica, place, len(tensors)

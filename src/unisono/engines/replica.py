@@ -39,6 +39,7 @@ from unisono.primitives.change_tracking import (
     attribute_dicts,
     fill,
 )
+from unisono.primitives.references import MODES
 from unisono.primitives.visitor import INERT
 from unisono.runtime import devices as _devices
 from unisono.runtime.buckets import BUCKET_BYTES, SHARED_BUCKET_BYTES, BucketPlan, is_plain
@@ -139,7 +140,8 @@ class Replicas:
         are_new: whether their first forward has not run yet.
         attributes: of the first replica's modules, as they were made.
         rows: how many rows the replicas, or their parts, have in this forward.
-        run_whole: whether each replica runs once, with its part of one batch.
+        run_whole: whether each replica runs once, with its part of one batch; else it runs that in parts.
+        in_map: whether they run batches of a map, one after the other.
         in_callers_graph: whether the graph of the one replica may be a part of the caller's, as in `StepPlan`.
         writes: what looks at hooks that keep what they see in backward; None: nothing does.
         kernel_graphs: the `Graphs` of their kernels (graphed.py); None: there are none.
@@ -185,7 +187,7 @@ class Replicas:
         self.attributes = DictSnapshot([module.__dict__ for module in each[0].modules])
         self._modules = [module for replica in each for module in replica.modules]
         self.rows: Sequence[int] = ()
-        self.run_whole = self.in_callers_graph = False
+        self.run_whole = self.in_map = self.in_callers_graph = False
         self._dicts = DictSnapshot(attribute_dicts(self._modules))
         if self.is_remote:
             self._take_assigned(0)
@@ -256,11 +258,14 @@ class Replicas:
             self._note_lost(lost)
             return kept
         alike, lost, unread = told_apart(changes, before, modules, rows, returned, blueprint.assigned)
-        if not self.run_whole or not keep_hooks(self._dicts, self._modules, blueprint.modules):
-            names = blueprint.names * len(self.each)
-            self._leftovers.add(Kind.ASSIGNED, registered(self._dicts, self._modules, names))
-        elif len(changes) == num_changes and not lost and not unread:
-            return alike
+        all_hooks_kept = self.run_whole and keep_hooks(self._dicts, self._modules, blueprint.modules)
+        names = blueprint.names * len(self.each)
+        lost_hooks = () if all_hooks_kept else [*registered(self._dicts, self._modules, names)]
+        self._leftovers.add(Kind.ASSIGNED, lost_hooks)
+        if len(changes) == num_changes and not (lost or unread):
+            in_parts = not (self.run_whole or self.in_map or lost_hooks)
+            if all_hooks_kept or (in_parts and {type(value) for *_, value in alike} <= MODES):
+                return alike
         lost += [change for change in alike if counts(before[change[0]].get(change[1]), change[2])]
         if not self.run_whole:  # a part, or a batch of a map: others come after it
             lost += [

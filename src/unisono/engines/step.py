@@ -299,7 +299,7 @@ class Step:
         """Tell the replicas how forward has run; return what it has left behind in them."""
         plan, replicas = self._plan, self._replicas
         replicas.writes = self._writes if self._writes is not None and self._writes.looks_at_backward else None
-        runs_whole = plan.runs_whole and not self._memory.row_limits
+        runs_whole = plan.parts == 1 and not self._memory.row_limits
         replicas.run_whole, replicas.rows = runs_whole, plan.sizes if runs_whole else plan.sizes_of_runs
         replicas.in_callers_graph = plan.may_be_in_callers_graph
         assigns = not replicas.attributes.is_current()
@@ -525,7 +525,8 @@ class Step:
             outputs=outputs,
             captured=captured,
             passes=self._passes,
-            on_release=self._replicas.end_backward,
+            # What a forward assigns that is run again is not the live module's: its replicas are not used again.
+            on_release=(lambda: None) if self._is_run_again else self._replicas.end_backward,
             on_higher_order=partial(refuse, self._pool.blueprint, CREATES_GRAPH) if plan.kernel_graphs else None,
             on_backward=self._replicas.backward_has_run if self._replicas.writes is not None else None,
             sync_context=call.sync_context,

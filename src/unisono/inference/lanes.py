@@ -244,7 +244,7 @@ class Lane:
             for look in looks:
                 look.end([output])
             if replicas.are_new:
-                replicas.rows = _rows_of(inputs)
+                replicas.rows, replicas.in_map = _rows_of(inputs), True
                 replicas.assigned([output])
             replicas.are_new = False
         output = _apart_from(self._memory_of_buffers, output)
