@@ -134,7 +134,7 @@ def test_a_backward_with_create_graph_is_run_again(asked: Callable[..., list[tor
     for call, root in ((plain, plain), (model, model.module)):
         given = x.clone().requires_grad_()
         first = asked(call(given)["y"], given, root)
-        second = torch.autograd.grad(sum(each.square().sum() for each in first), root.net[0].weight)
+        second = torch.autograd.grad(sum(each.square().sum() for each in first), [given, root.net[0].weight])
         found.append([*first, *second])
     for theirs, mine in zip(*found, strict=True):
         torch.testing.assert_close(mine, theirs)

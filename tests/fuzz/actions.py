@@ -424,7 +424,7 @@ def anomaly_mode(side: Side, step: Step) -> None:
         side.train(step.rows, step.seed)
 
 
-@training(without=("compiled", "reentrant"))
+@training(without=("compiled", "reentrant", "out_of_memory"))  # the plain composition rescues nothing
 def backward_in_a_mode(side: Side, step: Step) -> None:
     """Forward was outside of the mode, which other threads cannot join; gradients are asked for in every way."""
     if not side.has("written in backward"):  # the plain composition runs, in which checkpoints write replicas' buffers
@@ -701,7 +701,7 @@ def change_buffers(side: Side, step: Step) -> None:
                 buffer.mul_(0.9)
 
 
-@change()
+@change(without=("out_of_memory",))  # in parts, buffers may not change before backward
 def overlapping_buffers(side: Side, step: Step) -> None:
     whole = torch.ones(WIDTH, device=side.device)
     side.core.register_buffer("whole", whole)

@@ -9,9 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from fuzz.blocks import WIDTH, make_block, numbers_of
+from helpers.modules import WithBackward
 from unisono import SampleList
+from unisono.runtime.thread_pool import inside_replica
 
 NUM_OUTPUTS = 5
+MOST_ROWS = 2  # of a replica that runs out of memory
 
 
 @dataclass
@@ -148,7 +151,12 @@ class Model(nn.Module):
         inputs, outputs: the names of their forms.
         residual: whether each block's output is averaged with its input.
         writes_input: whether forward writes into its input.
+
+    Attributes:
+        out_of_memory: where a replica with more than MOST_ROWS rows runs out of memory; see `Program`.
     """
+
+    out_of_memory = ""
 
     def __init__(self, blocks: Sequence[str], inputs: str, outputs: str, residual: bool, writes_input: bool) -> None:
         super().__init__()
@@ -164,7 +172,17 @@ class Model(nn.Module):
         for block in self.blocks:
             y = block(x)
             x = (x + y) * 0.5 if self.residual else y
+        if self.out_of_memory == "forward":
+            need_memory(x)
+        elif self.out_of_memory and x.requires_grad:
+            x = WithBackward.apply(x, need_memory)
         return OUTPUTS[self.outputs].pack(self.head(x), x, self.head.weight)
+
+
+def need_memory(x: Tensor) -> Tensor:
+    if inside_replica() and torch.is_grad_enabled() and len(x) > MOST_ROWS:
+        raise torch.OutOfMemoryError(f"simulated: {len(x)} rows")
+    return x
 
 
 class Outer(nn.Module):

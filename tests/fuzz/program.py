@@ -55,6 +55,8 @@ class Program(_PrintedAsPython):
     writes_input: bool = False
     profile: bool = False  # whether all of it is recorded
     rescue: bool = False
+    # "forward" or "backward": where a replica with more than MOST_ROWS rows runs out of memory; "": nowhere.
+    out_of_memory: str = ""
     parts: int = 1
     graphs: bool = False  # whether replicas run as graphs of kernels, from the third step of a kind on
     seed: int = 0  # of the parameters
@@ -90,7 +92,11 @@ class Program(_PrintedAsPython):
 
     def __post_init__(self) -> None:
         of_blocks = {trait for block in self.blocks for trait in (block.partition("/")[0], *traits_of(block))}
-        flags = {name for name in ("writes_input", "rescue", "profile", "input_gradients") if getattr(self, name)}
+        flags = {
+            name
+            for name in ("writes_input", "rescue", "out_of_memory", "profile", "input_gradients")
+            if getattr(self, name)
+        }
         forms = {f"inputs: {self.inputs}", f"outputs: {self.outputs}", f"wraps: {self.wraps}", f"loss: {self.loss}"}
         has_buffers = not of_blocks.isdisjoint(("batch norm", "buffers", "normed weight"))
         has_ranks = self.place in ("ranks", ASYNCHRONOUS_RANKS)

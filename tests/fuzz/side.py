@@ -116,6 +116,7 @@ class Side:
         self.model: nn.Module = Model(
             program.blocks, program.inputs, program.outputs, program.residual, program.writes_input
         ).to(self.device)
+        self.model.out_of_memory = "" if self.is_plain else program.out_of_memory
         self.has_part = program.wraps in ("part", "both")
         if wrap is not None and program.wraps != "model":
             self.model = wrap(self.model, program.wraps == "part")

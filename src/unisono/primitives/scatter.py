@@ -440,8 +440,8 @@ class Arguments:
         return self._mapped(first, rows)
 
     def copied(self) -> "Arguments":
-        """Return arguments with copies of all containers and tensors; these need gradients where the originals do."""
-        other = self._mapped(lambda leaf, *_: pytree.map_all_tensors(_copied, leaf), self.rows)
+        """Return arguments with copies of all containers and tensors, through which gradients go to the originals."""
+        other = self._mapped(lambda leaf, *_: pytree.map_all_tensors(_cloned, leaf), self.rows)
         other._inputs, other._kwargs = self._with_leaves(other.leaves, rebuild_all=True)
         other._flatten()
         return other
@@ -535,6 +535,12 @@ def _detached(tensor: torch.Tensor) -> torch.Tensor:
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:
     copy = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+    carry_attributes(tensor, [copy])
+    return copy
+
+
+def _cloned(tensor: torch.Tensor) -> torch.Tensor:
+    copy = (tensor if tensor.requires_grad else tensor.detach()).clone()
     carry_attributes(tensor, [copy])
     return copy
 
