@@ -48,6 +48,7 @@ from unisono.primitives.placements import check_have_data
 from unisono.primitives.replicate import live_tensors_of
 from unisono.primitives.scatter import Arguments, scattered
 from unisono.primitives.split_sizes import split_rows
+from unisono.primitives.tensor_attributes import carry_attributes
 from unisono.runtime import devices as _devices
 from unisono.runtime import draws_off, timeline
 from unisono.runtime.errors import add_note, is_of_replica, log_once, text_of
@@ -517,31 +518,34 @@ def _moved(value: Any, device: torch.device) -> Any:
     """Return a value with its tensors on `device`, each itself if it is there already."""
     if isinstance(value, torch.Tensor):  # the common case, without pytree's cost
         return value if value.device == device else _copied(value, device)
-    return pytree.map_tensors(lambda tensor: _copied(tensor, device), value)
+    return pytree.map_tensors(lambda each: each if each.device == device else _copied(each, device), value)
 
 
 def _copied(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a tensor on `device`.
+    """Return a tensor on `device`, with the attributes that the caller has given it.
 
     From the host it is copied beside what the device still has to compute. Pinned memory that has been written into may
     be what the device has been told to write last (`copy_(..., non_blocking=True)`): it is copied after that, and the
     host waits. A batch of a loader with pin_memory=True has not been written into since it was pinned.
     """
+    if torch.compiler.is_compiling():
+        return _devices.moved_to(tensor, device)
     from_host = _devices.is_cpu(tensor.device) and _devices.has_streams(device)
-    if from_host and not torch.compiler.is_compiling():
+    if from_host:
         _prepare_checkpoint([device])
     # A transform, as of torch.func, has no rule for pinned memory, and a mode may see no streams.
     if (
         not from_host
         or tensor.requires_grad
-        or torch.compiler.is_compiling()
         or modes_that_stay()
         or (tensor.is_pinned() and (tensor.is_inference() or tensor._version))
     ):
-        return _devices.moved_to(tensor, device)
-    with Copies([device]) as copies:
-        copy = copies.to(tensor, 0)
-        copies.wait_copies(0)
+        copy = _devices.moved_to(tensor, device)
+    else:
+        with Copies([device]) as copies:
+            copy = copies.to(tensor, 0)
+            copies.wait_copies(0)
+    carry_attributes(tensor, [copy])
     return copy
 
 

@@ -18,7 +18,7 @@ from async_device.tools import BOTH, FIRST, SECOND, child, current, layers, stal
 from helpers.comparisons import assert_same_gradients
 from helpers.in_time import in_time
 from helpers.modules import Calls, mlp
-from unisono import DataParallel
+from unisono import DataParallel, SampleList
 from unisono.distributed import bucketed_all_reduce
 from unisono.distributed.bucketed_all_reduce import BucketedAllReduce, Structure, plan_for_ranks
 from unisono.distributed.process_group import Communicator
@@ -220,6 +220,16 @@ def test_l_one_device_and_a_batch_on_the_host(pinned: bool) -> None:
 
 
 @pytest.mark.usefixtures("fresh_device")
+@pytest.mark.parametrize("devices", [[FIRST], BOTH], ids=len)
+def test_samples_on_the_host(devices: list[Any]) -> None:
+    """The entries of a SampleList, and a tensor with an attribute of the caller's, go to the devices: to one, too."""
+    plain = Calls(lambda net, samples, x: SampleList(net.layer(torch.stack([*samples]) * x.scale)), layer=mlp())
+    samples, x = SampleList(torch.randn(8, 5)), torch.randn(8, 5)
+    x.scale = 2.0
+    found = DataParallel(copy.deepcopy(plain).to(FIRST), devices, output_device="cpu")(samples, x)
+    torch.testing.assert_close([*found], [*plain(samples, x)])
+
+
 def test_l_one_device_and_pinned_memory_that_the_device_still_writes() -> None:
     model, x = DataParallel(nn.Identity(), [FIRST]), torch.zeros(8, 5).pin_memory()
     written = torch.ones(8, 5).to(FIRST)

@@ -19,6 +19,7 @@ from fuzz.contract import programs
 from fuzz.program import ASYNCHRONOUS
 from fuzz.servers import ProgramServer
 from helpers.contract import DEVICES, ON_CPU
+from helpers.modules import Calls
 from unisono import DataParallel
 from unisono.runtime import devices
 
@@ -446,6 +447,19 @@ def test_a_failure_in_forward_leaves_everything_as_it_was() -> None:
             assert all(torch.equal(value, now[name]) for name, value in state.items())
 
     assert_same_bits(run, make=Fails)
+
+
+@needs_graphs
+def test_batches_without_rows() -> None:
+    """Their gradients may have no memory."""
+    model = DataParallel(
+        Calls(lambda net, x: net.layer(x).bfloat16(), layer=nn.Linear(5, 3)).to(DEVICES[0]), DEVICES[:1]
+    )
+    model.graphs = True
+    for _ in range(2 * NUM_FIRST):
+        model(torch.randn(0, 5, device=DEVICES[0])).float().sum().backward()
+    assert CountedGraph.num_launches
+    assert not model.module.layer.weight.grad.any()
 
 
 @needs_graphs

@@ -272,7 +272,7 @@ def gradient_penalty(side: Side, step: Step) -> None:
     (grad,) = torch.autograd.grad(loss, x, create_graph=True, allow_unused=True)
     side.observe("gradient of the input", grad)
     if grad is not None:
-        side.backward(loss + grad.square().sum() * 0.1)
+        side.backward(loss + grad.square().sum().to(loss.device) * 0.1)
 
 
 @action(without=(*_SECOND_ORDER, "buffers of ranks"))
@@ -291,8 +291,8 @@ def hessian_product(side: Side, step: Step) -> None:
 @training()
 def penalty_on_parameters(side: Side, step: Step) -> None:
     """A part of the loss does not go through the model."""
-    weight = side.core.head.weight
-    side.backward(side.loss_of(step.rows, step.seed) + weight.square().sum())
+    loss = side.loss_of(step.rows, step.seed)
+    side.backward(loss + side.core.head.weight.square().sum().to(loss.device))
 
 
 @action()

@@ -187,7 +187,10 @@ def wrap(program: Program, module: nn.Module, outermost: bool, timeout_s: float,
     options |= {"loss": program.loss, "rescue": program.rescue, "timeout": timeout_s}
     if outermost:
         options["graphs"] = program.graphs
-    return unisono.DataParallel(module, devices_of(program, rank, num_replicas), **options)
+    devices = devices_of(program, rank, num_replicas)
+    if program.output_device:
+        options["output_device"] = "cpu" if program.output_device == "cpu" else devices[-1]
+    return unisono.DataParallel(module, devices, **options)
 
 
 def _compared(plain: Side, wrapped: Side) -> Difference | None:

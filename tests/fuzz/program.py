@@ -58,6 +58,8 @@ class Program(_PrintedAsPython):
     # "forward" or "backward": where a replica with more than MOST_ROWS rows runs out of memory; "": nowhere.
     out_of_memory: str = ""
     parts: int = 1
+    from_host: bool = False  # whether batches are on the host, not on the model's device
+    output_device: str = ""  # "cpu", "last": of the replicas' devices; "": that of the model
     graphs: bool = False  # whether replicas run as graphs of kernels, from the third step of a kind on
     seed: int = 0  # of the parameters
     # The first step that is compared. Nothing looks at the numbers before, as no training loop does: so what only the

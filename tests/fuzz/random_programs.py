@@ -103,5 +103,12 @@ def random_program(seed: int, place: str) -> Program:
     can_be_rescued &= all(ACTIONS[step.action].suits(traits | {"out_of_memory"}) for step in steps)
     if options["rescue"] and can_have_parts and can_be_rescued:
         options["out_of_memory"] = draw.choice(("", "forward", "backward"))
-    graphs = place == ASYNCHRONOUS and draw.random() < 0.3
+    has_devices = place in (ASYNCHRONOUS, ASYNCHRONOUS_RANKS)
+    graphs = has_devices and draw.random() < 0.3
+    if has_devices and options["wraps"] == "model":
+        options["from_host"] = draw.random() < 0.3
+        # A parameter's copy needs no gradient where gradients are off. On one device outputs are copies, none of which
+        # lies on the way to another.
+        may_move = options["outputs"] != "a parameter" and (num_replicas > 1 or not needs_whole)
+        options["output_device"] = draw.choice(("", "", "cpu", "last")) if may_move else ""
     return Program(steps=tuple(steps) * (3 if graphs else 1), parts=parts, graphs=graphs, **options)

@@ -213,6 +213,8 @@ class Side:
         if self.program.writes_input:
             x = x * 1.0  # a leaf cannot be written into
         table = self.table if self.table.dtype == self.dtype else self.table.detach().to(self.dtype)
+        if self.program.from_host and not self.is_plain:
+            x, table = x.cpu(), table.cpu()
         args, kwargs = ((x, table), {}) if self.has_part else INPUTS[self.program.inputs].pack(x, table)
         with self.on_a_stream():
             return model(*args, **kwargs)

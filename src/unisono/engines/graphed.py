@@ -500,7 +500,8 @@ class _Slot:
 
     def __init__(self, like: torch.Tensor) -> None:
         self._strides = like.stride()
-        self._sizes = [1 if not stride else size for size, stride in zip(like.shape, self._strides, strict=True)]
+        sizes_and_strides = zip(like.shape, self._strides, strict=True)
+        self._sizes = [1 if size and not stride else size for size, stride in sizes_and_strides]
         self._memory = torch.empty_strided(self._sizes, self._strides, dtype=like.dtype, device=like.device)
         self.tensor = self._memory.expand(like.shape).detach().requires_grad_(like.requires_grad)
 

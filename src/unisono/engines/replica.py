@@ -378,7 +378,7 @@ def _on(value: Any, device: torch.device) -> Any:
     """Return a value of an attribute with its tensors on a device."""
     if type(value) in INERT:
         return value
-    return pytree.map_all_tensors(lambda tensor: _devices.moved_to(tensor, device), value)
+    return pytree.map_tensors(lambda tensor: _devices.moved_to(tensor, device), value)
 
 
 class KeptReplicas:

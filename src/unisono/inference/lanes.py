@@ -84,7 +84,7 @@ class LaneOutput:
         copies, self.to_host = self.to_host, None
         if copies is not None:
             copies.have_ended(wait=True)
-            self.value = pytree.map_all_tensors(copies.result, self.value)
+            self.value = pytree.map_tensors(copies.result, self.value)
         return self
 
     def given(self) -> Any:
@@ -316,7 +316,7 @@ def _on_device(value: Any, device: torch.device, copy: Callable[[torch.Tensor], 
         # Also without grad mode: the module may switch it on inside.
         return copied.requires_grad_() if tensor.requires_grad else copied
 
-    return pytree.map_all_tensors(place, value)
+    return pytree.map_tensors(place, value)
 
 
 def _apart_from(memory_of_buffers: set[int], output: Any) -> Any:
@@ -327,4 +327,4 @@ def _apart_from(memory_of_buffers: set[int], output: Any) -> Any:
         is_shared = memory_of_buffers and is_plain(tensor) and tensor.numel()
         return tensor.clone() if is_shared and tensor.untyped_storage().data_ptr() in memory_of_buffers else tensor
 
-    return pytree.map_all_tensors(apart, output)
+    return pytree.map_tensors(apart, output)

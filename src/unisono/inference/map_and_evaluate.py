@@ -105,7 +105,7 @@ def _add_all(
         for number, output in zip(callee.numbers(), outputs, strict=False):  # there are numbers without end
             target, rows = waiting.popleft()
             try:
-                target = pytree.map_all_tensors(lambda tensor: _devices.moved_to(tensor, device), target)
+                target = pytree.map_tensors(lambda tensor: _devices.moved_to(tensor, device), target)
                 totals.add(interruptibly(metric, output, target), rows)
             except Exception as error:
                 add_note(error, f"while computing the metric of batch {number}")

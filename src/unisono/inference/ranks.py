@@ -176,7 +176,7 @@ class RankMap(OutputIterator):
             if how == _OUTPUT:
                 if other:
                     value = pickle.loads(values[other])
-                    value = pytree.map_all_tensors(lambda tensor: _devices.moved_to(tensor, self._device), value)
+                    value = pytree.map_tensors(lambda tensor: _devices.moved_to(tensor, self._device), value)
                 self._gathered.append(Outcome(value))
             elif how == _FAILED:
                 text = f"batch {number * world_size + other} failed on rank {other}: {values[other]}"
@@ -188,7 +188,7 @@ class RankMap(OutputIterator):
         try:
             output = next(self._outputs)
             if self._communicator.rank:  # pickled here, so that what cannot be is an error of this batch on all ranks
-                output = pickle.dumps(pytree.map_all_tensors(lambda tensor: _devices.moved_to(tensor, _CPU), output))
+                output = pickle.dumps(pytree.map_tensors(lambda tensor: _devices.moved_to(tensor, _CPU), output))
         except StopIteration:
             return _NO_MORE, None, None
         except Exception as error:  # noqa: BLE001 - raised when all ranks know of it

@@ -167,12 +167,7 @@ def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
     return unflatten(spec, map(function, found))
 
 
-def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
-    """Return `value` with `function` applied to every tensor in it, in order."""
-    return map_leaves(lambda leaf: function(leaf) if isinstance(leaf, torch.Tensor) else leaf, value)
-
-
-def map_all_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
     """Return `value` with `function` applied to every tensor in it, also to those in batches of registered classes."""
 
     def of_leaf(leaf: Any) -> Any:
@@ -182,7 +177,9 @@ def map_all_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any
         if batch_type is None:
             return leaf
         tensors, rebuild = batch_type.parts(leaf)
-        return rebuild([function(tensor) for tensor in tensors])
+        new = [function(tensor) for tensor in tensors]
+        is_same = new and all(one is other for one, other in zip(new, tensors, strict=True))
+        return leaf if is_same else rebuild(new)
 
     return map_leaves(of_leaf, value)
 
@@ -190,7 +187,7 @@ def map_all_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any
 def all_tensors(value: Any) -> list[torch.Tensor]:
     """Return every tensor in `value`, also those in batches of registered classes."""
     found: list[torch.Tensor] = []
-    map_all_tensors(lambda tensor: found.append(tensor) or tensor, value)  # type: ignore[func-returns-value]
+    map_tensors(lambda tensor: found.append(tensor) or tensor, value)  # type: ignore[func-returns-value]
     return found
 
 

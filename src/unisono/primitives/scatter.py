@@ -425,11 +425,11 @@ class Arguments:
 
         def first(leaf: Any, axis: int | None, batch_type: BatchType | None) -> Any:
             if axis is not None and isinstance(leaf, SampleList):
-                return pytree.map_all_tensors(_copied, with_entries(leaf, islice(cycle(leaf), rows)))
+                return pytree.map_tensors(_copied, with_entries(leaf, islice(cycle(leaf), rows)))
             if axis is not None and batch_type is not None:
                 own_rows = batch_type.rows(leaf)
                 some = next(iter(batch_type.scatter(leaf, [rows, (rows if own_rows is None else own_rows) - rows])))
-                return pytree.map_all_tensors(_copied, some)
+                return pytree.map_tensors(_copied, some)
             if not isinstance(leaf, torch.Tensor) or axis is None or not leaf.dim():
                 return leaf
             return leaf.detach().index_select(axis, torch.arange(rows, device=leaf.device) % leaf.size(axis))
@@ -441,7 +441,7 @@ class Arguments:
 
     def copied(self) -> "Arguments":
         """Return arguments with copies of all containers and tensors, through which gradients go to the originals."""
-        other = self._mapped(lambda leaf, *_: pytree.map_all_tensors(_cloned, leaf), self.rows)
+        other = self._mapped(lambda leaf, *_: pytree.map_tensors(_cloned, leaf), self.rows)
         other._inputs, other._kwargs = self._with_leaves(other.leaves, rebuild_all=True)
         other._flatten()
         return other
@@ -465,7 +465,7 @@ class Arguments:
         def replaced(leaf: Any, axis: int | None, batch_type: BatchType | None) -> Any:
             value = next(values)
             if not isinstance(leaf, torch.Tensor):
-                return leaf if batch_type is None else pytree.map_all_tensors(_detached, value)
+                return leaf if batch_type is None else pytree.map_tensors(_detached, value)
             if axis is None or not leaf.dim() or not isinstance(value, torch.Tensor):
                 return leaf
             return value.detach().to(leaf.dtype).requires_grad_(leaf.requires_grad)
@@ -564,7 +564,7 @@ def _parts(
 
 def _placed(shard: Any, index: int, place: Place) -> Any:
     """Return what a registered scatter returned for replica `index`, with its tensors placed there only."""
-    return pytree.map_all_tensors(lambda tensor: place(tensor, Single(index))[index], shard)
+    return pytree.map_tensors(lambda tensor: place(tensor, Single(index))[index], shard)
 
 
 def scattered(

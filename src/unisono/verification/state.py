@@ -82,7 +82,7 @@ def widen(module: nn.Module, least: torch.dtype | None, original: nn.Module) -> 
     wide = {id(each): each.to(widened(each.dtype, least)) for each in kept}
     for own, name in attributes:
         if any(wide.get(id(each), each) is not each for _, each in tensors_in(own[name])):
-            own[name] = pytree.map_all_tensors(lambda tensor: wide.get(id(tensor), tensor), own[name])
+            own[name] = pytree.map_tensors(lambda tensor: wide.get(id(tensor), tensor), own[name])
 
 
 def _overlap(tensors: Iterable[torch.Tensor]) -> bool:
@@ -110,7 +110,7 @@ def fresh(value: Any, device: torch.device | None = None, least: torch.dtype | N
 
     leaves, spec = pytree.flatten(value)
     new = pytree.unflatten(spec, map(_object_copied, leaves), rebuild_all=True)
-    return pytree.map_all_tensors(tensor_copied, new)
+    return pytree.map_tensors(tensor_copied, new)
 
 
 def _object_copied(value: Any) -> Any:

@@ -211,7 +211,7 @@ def take_step(
     changed = {name for name in {**marks, **now} if now.get(name, GONE) is not marks.get(name, GONE)}
     step.marked = {name for name in changed if id(now.get(name)) not in returned}
     if step.error is None:
-        output = pytree.map_all_tensors(lambda tensor: _devices.moved_to(tensor, example.output_device), output)
+        output = pytree.map_tensors(lambda tensor: _devices.moved_to(tensor, example.output_device), output)
         loss = example.loss(output, dict(tensors_in(output)) if like is None else like.outputs, off, least)
         if loss is not None and loss.requires_grad and backward and not (like is not None and like.no_gradients):
             with off:
@@ -220,7 +220,7 @@ def take_step(
         if any(gradient is not None for gradient in gradients.values()):  # forward may have called backward, too
             step.gradients = gradients
         step.loss = None if loss is None else plain(loss)
-        values, spec = pytree.flatten(pytree.map_all_tensors(lambda tensor: tensor.detach().clone(), output))
+        values, spec = pytree.flatten(pytree.map_tensors(lambda tensor: tensor.detach().clone(), output))
         step.output = pytree.unflatten(spec, values, rebuild_all=True)  # a list may be one to which forward appends
     step.switched_off, step.asked, step.drawn_from = [*off.operations], off.asked, before.moved()
     if isinstance(model, DataParallel):  # after backward, which hooks may see
