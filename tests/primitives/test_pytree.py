@@ -160,3 +160,9 @@ def test_paths_read_like_the_code_that_reaches_the_leaf():
         "inputs[1]['loss']",
         "inputs[2].x",
     ]
+
+
+def test_which_leaves_are_in_a_list() -> None:
+    """S4: the error of an output says what to write for a list of rows."""
+    _, spec = pytree.flatten({"pair": (1, 2), "deep": ([3], 4), "last": 5})
+    assert [pytree.is_in_list(spec, number) for number in range(5)] == [False, False, True, False, False]

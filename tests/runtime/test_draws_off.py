@@ -96,7 +96,7 @@ DRAWS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], float | None]] = 
 
 @pytest.mark.parametrize("name", DRAWS)
 def test_a_row_gets_the_same_in_any_batch(name: str) -> None:
-    """N12: and nothing is drawn from a generator."""
+    """N12: of the shape and type that are drawn; and nothing is drawn from a generator."""
     draw, value = DRAWS[name]
     x = torch.linspace(0.01, 0.99, 30).view(6, 5).t().contiguous()
     before = random_state_of(torch.default_generator), random_state_of(OWN)
@@ -108,6 +108,8 @@ def test_a_row_gets_the_same_in_any_batch(name: str) -> None:
         assert all_rows.unique().tolist() == pytest.approx([value])
     assert (random_state_of(torch.default_generator), random_state_of(OWN)) == before
     assert off.operations or name.endswith("of all")
+    drawn = draw(x)
+    assert (all_rows.shape, all_rows.dtype) == (drawn.shape, drawn.dtype)
 
 
 def test_dropout_returns_its_input() -> None:
