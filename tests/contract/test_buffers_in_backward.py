@@ -11,7 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
-from helpers.comparisons import assert_alike
+from helpers.comparisons import assert_alike, assert_all_same
 from helpers.contract import ON_CPU, Wrap, over_places
 from helpers.modules import Calls
 from unisono import DataParallel
@@ -355,6 +355,22 @@ def test_forwards_of_several_threads_in_one_backward(wrap: Wrap, writes: tuple[i
     with pytest.raises(RuntimeError, match=r"several threads have called.*'count' of Calls"):
         steps(model, net, together=True)
     model(torch.randn(7, 3), 0).sum().backward()
+
+
+def test_a_wrapped_part_that_runs_in_parts(wrap: Wrap) -> None:
+    """N13, A10: in backward the replicas of the whole have other buffers, with the same values. It was an error."""
+    net = Calls(lambda net, x: net.layer(x).tanh() * net.scale, layer=nn.Linear(3, 3), scale=nn.Buffer(torch.rand(3)))
+
+    def steps(call: Callable[..., torch.Tensor], root: nn.Module) -> list[torch.Tensor | None]:
+        for _ in range(3):
+            call(torch.randn(8, 3)).square().sum().backward()
+        return [parameter.grad for parameter in root.parameters()]
+
+    torch.manual_seed(0)
+    expected = steps(net, net)
+    net.zero_grad()
+    torch.manual_seed(0)
+    assert_all_same(steps(wrap(nn.Sequential(wrap(net, parts=2))), net), expected)
 
 
 def test_parts_need_the_buffers_of_their_forward(wrap: Wrap) -> None:

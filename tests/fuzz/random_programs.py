@@ -97,11 +97,8 @@ def random_program(seed: int, place: str) -> Program:
     runs_twice = needs_whole and options["wraps"] in ("twice", "both")
     can_have_parts = traits.isdisjoint(_ERRORS_IN_PARTS) and not runs_twice
     parts = draw.choice((1, 1, 1, 2, 3)) if can_have_parts else 1
-    # With one device `rescue` does nothing. The replicas of a rank get new buffers in backward, which a wrapper in one
-    # of them, if it runs in parts, takes for a change: an error.
-    can_be_rescued = num_replicas > 1 and not ("ranks" in place and options["wraps"] in ("twice", "both"))
-    can_be_rescued &= all(ACTIONS[step.action].suits(traits | {"out_of_memory"}) for step in steps)
-    if options["rescue"] and can_have_parts and can_be_rescued:
+    can_be_rescued = all(ACTIONS[step.action].suits(traits | {"out_of_memory"}) for step in steps)
+    if options["rescue"] and num_replicas > 1 and can_have_parts and can_be_rescued:  # with one device it does nothing
         options["out_of_memory"] = draw.choice(("", "forward", "backward"))
     has_devices = place in (ASYNCHRONOUS, ASYNCHRONOUS_RANKS)
     graphs = has_devices and draw.random() < 0.3

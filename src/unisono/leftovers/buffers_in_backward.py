@@ -126,8 +126,8 @@ class BuffersInBackward:
         now = self._now()
         if not self._in_parts:
             self._renew(now)
-        elif [*map(id, now)] != [*map(id, self._buffers)] or versions_of(now) != self._versions:
-            raise RuntimeError(_CHANGED.format(name=self._name_of_changed()))
+        elif (name := self._changed_since_forward()) is not None:
+            raise RuntimeError(_CHANGED.format(name=name))
         before = DictSnapshot(self._registries[0]) if self._reassigns else None
         copies = self._copies_of_first()
         versions = versions_of([own for own, _ in copies])
@@ -219,12 +219,17 @@ class BuffersInBackward:
     def _now(self) -> list[torch.Tensor]:
         return [buffer for buffer in chain(*map(_values, self._live)) if buffer is not None]
 
-    def _name_of_changed(self) -> str:
-        before = dict(zip(map(id, self._buffers), self._versions, strict=True))
+    def _changed_since_forward(self) -> str | None:
+        """Return the name of a buffer that is not as it was after the forward; None if all are.
+
+        Those of a replica, in which this forward may have been, are others in its backward, but with the same values.
+        """
         paths = zip(self._names, self._live, strict=True)
-        buffers = [(f"{path}.{name}" if path else name, b) for path, live in paths for name, b in live.items()]
-        changed = [repr(name) for name, b in buffers if b is not None and before.get(id(b), -1) not in versions_of([b])]
-        return changed[0] if changed else "that is gone"
+        now = [(path, name, b) for path, live in paths for name, b in live.items() if b is not None]
+        for (path, name, buffer), before, version in zip(now, self._buffers, self._versions, strict=False):
+            if versions_of([before]) != [version] or not (buffer is before or _are_alike(buffer, before)):
+                return repr(f"{path}.{name}" if path else name)
+        return None if len(now) == len(self._buffers) else "that is new, or gone,"
 
     def _renew(self, buffers: list[torch.Tensor]) -> None:
         """Give the replicas what the live module has now."""
@@ -238,6 +243,10 @@ class BuffersInBackward:
             own.update({id(each): _devices.copied_to(each.detach(), device) for each in buffers if id(each) not in own})
             for registry, live in zip(registries, self._live, strict=True):
                 fill(registry, {name: own.get(id(value), value) for name, value in live.items()})
+
+
+def _are_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.dtype == other.dtype and one.device == other.device and _are_equal(one, other)
 
 
 def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
