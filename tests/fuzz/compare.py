@@ -183,8 +183,7 @@ def wrap(program: Program, module: nn.Module, outermost: bool, timeout_s: float,
         options["sync_batch_norm"] = True
     if outermost:
         options["shares"] = program.shares
-        options["parts"] = program.parts
-    options |= {"loss": program.loss, "rescue": program.rescue, "timeout": timeout_s}
+    options |= {"parts": program.parts, "loss": program.loss, "rescue": program.rescue, "timeout": timeout_s}
     if outermost:
         options["graphs"] = program.graphs
     devices = devices_of(program, rank, num_replicas)
