@@ -46,6 +46,7 @@ from unisono.primitives.gather import LiveTensors
 from unisono.primitives.measured_shares import MeasuredShares, StepTime
 from unisono.primitives.placements import check_have_data
 from unisono.primitives.replicate import live_tensors_of
+from unisono.primitives.sample_lists import SampleList, with_entries
 from unisono.primitives.scatter import Arguments, scattered
 from unisono.primitives.split_sizes import split_rows
 from unisono.primitives.tensor_attributes import carry_attributes
@@ -518,7 +519,13 @@ def _moved(value: Any, device: torch.device) -> Any:
     """Return a value with its tensors on `device`, each itself if it is there already."""
     if isinstance(value, torch.Tensor):  # the common case, without pytree's cost
         return value if value.device == device else _copied(value, device)
-    return pytree.map_tensors(lambda each: each if each.device == device else _copied(each, device), value)
+    if isinstance(value, SampleList):
+        entries = [_moved(entry, device) for entry in value]
+        is_there = all(one is other for one, other in zip(entries, value, strict=True))
+        return value if is_there else with_entries(value, entries)
+    # Batches of other registered classes stay the objects that they are, as with the plain module.
+    is_inside = (torch.Tensor, SampleList)
+    return pytree.map_leaves(lambda leaf: _moved(leaf, device) if isinstance(leaf, is_inside) else leaf, value)
 
 
 def _copied(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -17,7 +17,7 @@ from async_device import C
 from async_device.tools import BOTH, FIRST, SECOND, child, current, layers, stalled
 from helpers.comparisons import assert_same_gradients
 from helpers.in_time import in_time
-from helpers.modules import Calls, mlp
+from helpers.modules import Calls, WithBackward, mlp
 from unisono import DataParallel, SampleList
 from unisono.distributed import bucketed_all_reduce
 from unisono.distributed.bucketed_all_reduce import BucketedAllReduce, Structure, plan_for_ranks
@@ -219,7 +219,37 @@ def test_l_one_device_and_a_batch_on_the_host(pinned: bool) -> None:
         in_time(lambda: model(x), STALLED_S)
 
 
-@pytest.mark.usefixtures("fresh_device")
+def test_a_forward_that_is_run_again_has_its_replicas_until_backward_has_run() -> None:
+    """An activation checkpoint calls their methods in backward."""
+
+    def need(rows: Tensor) -> Tensor:
+        if len(rows) > 2:
+            raise torch.OutOfMemoryError("simulated")
+        return rows
+
+    class Deep(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+            self.layers, self.way = [self.last], self.through_list
+
+        def through_list(self, x: Tensor) -> Tensor:
+            return self.layers[0](x).tanh()
+
+        def forward(self, x: Tensor) -> Tensor:
+            def last(h: Tensor) -> Tensor:
+                return self.way(h)
+
+            return WithBackward.apply(checkpoint(last, self.first(x).tanh(), use_reentrant=False), need)
+
+    plain, x = Deep(), torch.randn(8, 4)
+    model = DataParallel(copy.deepcopy(plain).to(FIRST), BOTH, rescue=True)
+    model(x.to(FIRST)).square().sum().backward()
+    plain.last(plain.first(x).tanh()).tanh().square().sum().backward()
+    for own, expected in zip(model.module.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(own.grad.cpu(), expected.grad)
+
+
 @pytest.mark.parametrize("devices", [[FIRST], BOTH], ids=len)
 def test_samples_on_the_host(devices: list[Any]) -> None:
     """The entries of a SampleList, and a tensor with an attribute of the caller's, go to the devices: to one, too."""
@@ -230,6 +260,7 @@ def test_samples_on_the_host(devices: list[Any]) -> None:
     torch.testing.assert_close([*found], [*plain(samples, x)])
 
 
+@pytest.mark.usefixtures("fresh_device")
 def test_l_one_device_and_pinned_memory_that_the_device_still_writes() -> None:
     model, x = DataParallel(nn.Identity(), [FIRST]), torch.zeros(8, 5).pin_memory()
     written = torch.ones(8, 5).to(FIRST)

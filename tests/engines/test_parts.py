@@ -340,6 +340,26 @@ def test_what_one_part_assigns_the_next_does_not_find(float64: None) -> None:
     torch.testing.assert_close(model.module.layer.bias.grad, torch.full((2,), 8 * 1.9))
 
 
+@pytest.mark.filterwarnings("ignore:forward of")
+def test_a_hook_that_one_part_registers_the_next_does_not_have(float64: None) -> None:
+    """N13, R6: nor a flag that only the last part of each replica sets: the module keeps what it had."""
+
+    def forward(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        module.is_late = bool(x[0, 0] > 4)
+        module.layer.register_forward_hook(lambda layer, args, output: output * 2)
+        return module.layer(x)
+
+    plain = Calls(forward, layer=nn.Linear(3, 2), is_late=None)
+    model = DataParallel(copy.deepcopy(plain), ["cpu"] * 2, parts=2)
+    x = torch.tensor([1.0, 1, 5, 5, 1, 1, 5, 5])[:, None].expand(-1, 3)
+    output, expected = model(x), plain(x)
+    torch.testing.assert_close(output, expected)
+    output.square().sum().backward()
+    expected.square().sum().backward()
+    assert_same_gradients(model.module, plain)
+    assert model.module.is_late is None
+
+
 def initialised(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
     """Return other numbers in the first forward, as one does that sets its weights by its first batch."""
     scale, module.is_ready = 1.0 if module.is_ready else 3.0, True

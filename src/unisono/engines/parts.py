@@ -15,10 +15,12 @@ from torch.utils.checkpoint import checkpoint
 
 from unisono.engines.step_plan import StepPlan
 from unisono.primitives import pytree
-from unisono.primitives.change_tracking import fill, restore
+from unisono.primitives.change_tracking import GONE, HOOK_FLAGS, HOOKS, fill, restore
 from unisono.primitives.dims import OutputRules
 from unisono.primitives.gather import Group, Outputs
+from unisono.primitives.object_state import is_equal
 from unisono.primitives.placements import PaddedShard, Shard, Stack
+from unisono.primitives.references import MODES
 from unisono.primitives.scatter import Arguments, scattered
 from unisono.primitives.split_sizes import split_rows
 from unisono.runtime.torch_private.modes import without_modes
@@ -113,11 +115,13 @@ def _with_attributes_of_now(
     """Return a function for which the module's attributes are those of now, in each call: of parts, and in backward.
 
     What a part assigns is lost, as what a replica assigns is; else the next part, and the second computation of each,
-    would find it. Also returns what ends the first computation: the replica then has what the last part has assigned,
-    and modes around backward do not see the second.
+    would find it; so are hooks. Also returns what ends the first computation: the replica then has what the last part
+    has assigned, and modes around backward do not see the second.
     """
-    assigned: list[tuple[dict[str, Any], dict[str, Any]]] | None = []
-    dicts = [module.__dict__ for module in root.modules()]
+    assigned: list[list[tuple[dict[str, Any], dict[str, Any]]]] | None = []  # by each part
+    modules = [*root.modules()]
+    hooks = [module.__dict__.get(name) for name in (*HOOKS, *HOOK_FLAGS) for module in modules]
+    dicts = [*(module.__dict__ for module in modules), *(each for each in hooks if isinstance(each, dict))]
     start = [*map(dict, dicts)]
 
     def part(*args: Any, **kwargs: Any) -> Any:
@@ -127,14 +131,20 @@ def _with_attributes_of_now(
         finally:
             held = restore(dicts, start)
             if assigned is not None:
-                assigned[:] = held
+                assigned.append(held)
             for target, items in before:
                 fill(target, items)
 
     def end() -> None:
         nonlocal assigned, function
-        for target, items in assigned or ():
-            fill(target, items)
+        *earlier, last = assigned or [[]]
+        for target, items in last:
+            of_earlier = [next((held for each, held in of_part if each is target), target) for of_part in earlier]
+            # A flag that not all parts set alike may follow from the rows of one: the replica keeps what it had.
+            flags = {key: value for key, value in items.items() if type(value) in MODES}
+            unlike = {k for k, v in flags.items() if any(not is_equal(each.get(k, GONE), v) for each in of_earlier)}
+            kept = {key: value for key, value in items.items() if key not in unlike}
+            fill(target, {key: value for key, value in target.items() if key in unlike} | kept)
         assigned, function = None, without_modes(function)
 
     return part, end

@@ -267,6 +267,8 @@ class Replicas:
             if all_hooks_kept or (in_parts and {type(value) for *_, value in alike} <= MODES):
                 return alike
         lost += [change for change in alike if counts(before[change[0]].get(change[1]), change[2])]
+        if not (self.run_whole or self.in_map):
+            lost += [change for change in alike if type(change[2]) in MODES]
         if not self.run_whole:  # a part, or a batch of a map: others come after it
             lost += [
                 change for change in [*alike, *unread] if id(change[2]) not in returned and has_rows(change[2], rows)
@@ -349,9 +351,10 @@ class Replicas:
         if writes is not None:
             writes.backward_has_run()
 
-    def end_backward(self) -> None:
-        """Give them back after a backward; say what they were left with."""
-        self.give_back()
+    def end_backward(self, *, may_run_again: bool = True) -> None:
+        """Give them back after a backward, if a later forward may run them; say what they were left with."""
+        if may_run_again:
+            self.give_back()
         if self._leftovers.has_more:
             self._leftovers.say(self._blueprint.root)
 

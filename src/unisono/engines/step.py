@@ -303,7 +303,9 @@ class Step:
         replicas.run_whole, replicas.rows = runs_whole, plan.sizes if runs_whole else plan.sizes_of_runs
         replicas.in_callers_graph = plan.may_be_in_callers_graph
         assigns = not replicas.attributes.is_current()
-        alike = replicas.assigned(outputs) if replicas.are_new or assigns else []
+        alike: list[Change] = []
+        if (replicas.are_new or assigns) and not self._is_run_again:  # in a forward that is run again all was seen
+            alike = replicas.assigned(outputs)
         is_looked_at = plan.kernel_graphs and self._graphed is None and not self._pool.blueprint.why_not_captured
         return _LeftBehind(assigns, alike, replicas.each[0].registries.changes(), outputs if is_looked_at else ())
 
@@ -525,8 +527,8 @@ class Step:
             outputs=outputs,
             captured=captured,
             passes=self._passes,
-            # What a forward assigns that is run again is not the live module's: its replicas are not used again.
-            on_release=(lambda: None) if self._is_run_again else self._replicas.end_backward,
+            # What a forward assigns that is run again is not the live module's.
+            on_release=partial(self._replicas.end_backward, may_run_again=not self._is_run_again),
             on_higher_order=partial(refuse, self._pool.blueprint, CREATES_GRAPH) if plan.kernel_graphs else None,
             on_backward=self._replicas.backward_has_run if self._replicas.writes is not None else None,
             sync_context=call.sync_context,

@@ -177,9 +177,7 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) ->
         if batch_type is None:
             return leaf
         tensors, rebuild = batch_type.parts(leaf)
-        new = [function(tensor) for tensor in tensors]
-        is_same = new and all(one is other for one, other in zip(new, tensors, strict=True))
-        return leaf if is_same else rebuild(new)
+        return rebuild([function(tensor) for tensor in tensors])
 
     return map_leaves(of_leaf, value)
 
