@@ -140,6 +140,31 @@ def test_a_backward_with_create_graph_is_run_again(asked: Callable[..., list[tor
         torch.testing.assert_close(mine, theirs)
 
 
+outside = torch.ones(20, dtype=torch.float64, requires_grad=True)
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_a_forward_that_makes_leaves_is_run_again(create_graph: bool, float64: None) -> None:
+    """F11: as one does that returns forces. In parts it makes others, and more of them. It was an error."""
+
+    def forward(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        y = module.greedy(x.detach().requires_grad_() * outside)["y"]
+        return WithBackward.apply(y, module.greedy.need) if module.greedy.in_backward else y
+
+    plain = Calls(forward, greedy=Greedy(99, False))
+    model = rescued(copy.deepcopy(plain))
+    model.module.greedy.most, model.module.greedy.in_backward = 6, True
+    x, found = torch.randn(34, 20), []
+    for call, root in ((plain, plain), (model, model.module)):
+        tensors = [outside, *root.parameters()]
+        gradients = torch.autograd.grad(call(x).square().sum(), tensors, create_graph=create_graph)
+        if create_graph:
+            gradients += torch.autograd.grad(sum(each.square().sum() for each in gradients), tensors)
+        found.append(gradients)
+    torch.testing.assert_close(found[1], found[0])
+    assert model._step_memory.row_limits
+
+
 @pytest.mark.parametrize("change", [lambda bias: bias.detach().add_(1), lambda bias: bias.requires_grad_(False)])
 def test_a_backward_after_a_parameter_has_changed_is_not_run_again(change: Callable[[torch.Tensor], object]) -> None:
     """F11: forward would compute something else. The error has a note that says why."""

@@ -201,10 +201,17 @@ class ReplicaGraphs:
             self.buffers.end()
         self.parameters, self.buffers = self.parameters._replace(own=(), nodes=()), None
 
-    def take_from(self, other: Self) -> None:
-        """Take the replica graphs of another object, which has none after it: the same forward's, run again."""
+    def take_from(self, other: Self, leaves: Sequence[torch.Tensor]) -> None:
+        """Take the replica graphs of another object, which has none after it: the same forward's, run again.
+
+        Args:
+            leaves: those of these graphs, in the order in which their gradients are returned. A leaf that forward has
+                made gets none: the other graphs lead to others.
+        """
+        of_other, none = {id(leaf.live): leaf.tensors for leaf in other.leaves}, [None for _ in other.timings]
+        own = [of_other.get(id(leaf), BoundaryTensor(Replicate(), leaf.device, none)) for leaf in leaves]
         kept = {"replay": self.replay, "levels": self.levels, "on_way": self.on_way}
-        self.__dict__.update({**other.__dict__, **kept})
+        self.__dict__.update({**other.__dict__, **kept, "leaves": [*map(LeafTensors, leaves, own)]})
         other.released, other.replay = True, None
         other.drop()
 

@@ -128,6 +128,7 @@ class Replay:
         self._versions: list[Any] = []  # after the forward
         self._buffers = buffers
         self._graphs: ReplicaGraphs | None = None  # those that failed
+        self._leaves: Sequence[torch.Tensor] = ()  # to which they lead, beside parameters and inputs
 
     def run(self, graphs: ReplicaGraphs, backward: Callable[[], T]) -> T:
         """Run a backward of the forward's graphs, again after each time that a replica has run out of memory."""
@@ -146,7 +147,7 @@ class Replay:
     def take(self, graphs: ReplicaGraphs) -> None:
         """Take the graphs of the forward that was run again, in the place of those that failed."""
         assert self._graphs is not None
-        self._graphs.take_from(graphs)
+        self._graphs.take_from(graphs, self._leaves)
 
     def _why_not(self) -> str | None:
         changed = [k for k, version in enumerate(_versions(self._trained)) if version != self._versions[k]]
@@ -157,6 +158,7 @@ class Replay:
 
     def _renew(self, graphs: ReplicaGraphs) -> None:
         """Run the forward again for its graphs, with everything as it was; leave everything else as it is."""
+        self._leaves = [leaf.live for leaf in graphs.leaves]
         graphs.drop()
         self._graphs = graphs
         buffers = [*chain(*self._buffers.buffers)]
@@ -170,7 +172,7 @@ class Replay:
             with self._thread.applied():
                 run_rescued(self._row_limits, self._call.plan, self._module, lambda _: forward(self._call, self))
         finally:
-            self._graphs = None
+            self._graphs, self._leaves = None, ()
             write_values(buffers, values)
             _devices.set_random_states(random, self._call.plan.devices)
             for target, items in attributes:
