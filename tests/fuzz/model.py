@@ -180,6 +180,7 @@ class Model(nn.Module):
 
 
 def need_memory(x: Tensor) -> Tensor:
+    """Return rows, in a training replica not too many."""
     if inside_replica() and torch.is_grad_enabled() and len(x) > MOST_ROWS:
         raise torch.OutOfMemoryError(f"simulated: {len(x)} rows")
     return x

@@ -208,7 +208,8 @@ class ReplicaGraphs:
             leaves: those of these graphs, in the order in which their gradients are returned. A leaf that forward has
                 made gets none: the other graphs lead to others.
         """
-        of_other, none = {id(leaf.live): leaf.tensors for leaf in other.leaves}, [None for _ in other.timings]
+        none = [None for _ in other.timings]
+        of_other = {id(leaf.live): leaf.tensors for leaf in other.leaves}
         own = [of_other.get(id(leaf), BoundaryTensor(Replicate(), leaf.device, none)) for leaf in leaves]
         kept = {"replay": self.replay, "levels": self.levels, "on_way": self.on_way}
         self.__dict__.update({**other.__dict__, **kept, "leaves": [*map(LeafTensors, leaves, own)]})

@@ -143,8 +143,8 @@ def _with_attributes_of_now(
             # A flag that not all parts set alike may follow from the rows of one: the replica keeps what it had.
             flags = {key: value for key, value in items.items() if type(value) in MODES}
             unlike = {k for k, v in flags.items() if any(not is_equal(each.get(k, GONE), v) for each in of_earlier)}
-            kept = {key: value for key, value in items.items() if key not in unlike}
-            fill(target, {key: value for key, value in target.items() if key in unlike} | kept)
+            alike = {key: value for key, value in items.items() if key not in unlike}
+            fill(target, alike | {key: target[key] for key in unlike if key in target})
         assigned, function = None, without_modes(function)
 
     return part, end

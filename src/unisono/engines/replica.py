@@ -259,9 +259,10 @@ class Replicas:
             return kept
         alike, lost, unread = told_apart(changes, before, modules, rows, returned, blueprint.assigned)
         all_hooks_kept = self.run_whole and keep_hooks(self._dicts, self._modules, blueprint.modules)
-        names = blueprint.names * len(self.each)
-        lost_hooks = () if all_hooks_kept else [*registered(self._dicts, self._modules, names)]
-        self._leftovers.add(Kind.ASSIGNED, lost_hooks)
+        lost_hooks: list[str] = []
+        if not all_hooks_kept:
+            lost_hooks += registered(self._dicts, self._modules, blueprint.names * len(self.each))
+            self._leftovers.add(Kind.ASSIGNED, lost_hooks)
         if len(changes) == num_changes and not (lost or unread):
             in_parts = not (self.run_whole or self.in_map or lost_hooks)
             if all_hooks_kept or (in_parts and {type(value) for *_, value in alike} <= MODES):

@@ -227,7 +227,7 @@ class BuffersInBackward:
         paths = zip(self._names, self._live, strict=True)
         now = [(path, name, b) for path, live in paths for name, b in live.items() if b is not None]
         for (path, name, buffer), before, version in zip(now, self._buffers, self._versions, strict=False):
-            if versions_of([before]) != [version] or not (buffer is before or _are_alike(buffer, before)):
+            if versions_of([before]) != [version] or not (buffer is before or _are_equal(buffer, before)):
                 return repr(f"{path}.{name}" if path else name)
         return None if len(now) == len(self._buffers) else "that is new, or gone,"
 
@@ -245,12 +245,10 @@ class BuffersInBackward:
                 fill(registry, {name: own.get(id(value), value) for name, value in live.items()})
 
 
-def _are_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.dtype == other.dtype and one.device == other.device and _are_equal(one, other)
-
-
 def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.shape == other.shape and bool(((one == other) | ((one != one) & (other != other))).all())
+    if (one.shape, one.dtype, one.device) != (other.shape, other.dtype, other.device):
+        return False
+    return bool(((one == other) | ((one != one) & (other != other))).all())
 
 
 _State: TypeAlias = tuple[list[dict[str, Any]], list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]]

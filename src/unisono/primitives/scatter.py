@@ -534,12 +534,14 @@ def _detached(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy, a leaf."""
     copy = tensor.detach().clone().requires_grad_(tensor.requires_grad)
     carry_attributes(tensor, [copy])
     return copy
 
 
 def _cloned(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy, through which gradients go to the tensor."""
     copy = (tensor if tensor.requires_grad else tensor.detach()).clone()
     carry_attributes(tensor, [copy])
     return copy
