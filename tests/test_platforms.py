@@ -72,11 +72,13 @@ def test_threads_work_and_a_training_keeps_its_folder(system: str, tmp_path: Pat
     program = """
         import torch, unisono
 
+        torch.manual_seed(0)
         plain = torch.nn.Linear(5, 2)
         model, x = unisono.DataParallel(plain, ["cpu"] * 2), torch.randn(8, 5)
         outputs = [model(x), plain(x), *model.map([x])]
         grads = [torch.autograd.grad(output.sum(), plain.weight)[0] for output in outputs[:2]]
-        print([torch.allclose(outputs[1], output) for output in outputs], torch.allclose(*grads))
+        torch.testing.assert_close(outputs, [outputs[1]] * 3)
+        torch.testing.assert_close(*grads)
         print(model.evaluate([(x, plain(x))], torch.nn.functional.mse_loss) < 1e-12)
         print(unisono.keep_freed_memory())
 
@@ -94,7 +96,7 @@ def test_threads_work_and_a_training_keeps_its_folder(system: str, tmp_path: Pat
         """
     done = run_as_on(system, "-c", textwrap.dedent(program), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[:3] == ["[True, True, True] True", "True", "False"]
+    assert done.stdout.splitlines()[:2] == ["True", "False"]
     assert done.stdout.count("\n2\n") == 1
     assert "another run is using out (process " in done.stderr
 
