@@ -714,9 +714,10 @@ def test_a_wrapper_inside_a_replica_does_not_log_its_idle_devices(caplog):
     assert caplog.messages == []
 
 
-def test_a_module_with_buffers_whose_first_share_is_0(sim):
+@both
+def test_a_module_with_buffers_whose_first_share_is_0(sim, wrap):
     """S2 with R5: the first replica that runs is the one whose buffers persist."""
-    model = DataParallel(nn.BatchNorm1d(3).to("sim:0"), [0, 1], shares=[0, 1])
+    model = wrap(nn.BatchNorm1d(3).to("sim:0"), [0, 1], shares=[0, 1])
     plain = nn.BatchNorm1d(3)
     x = torch.arange(12.0).reshape(4, 3)
     torch.testing.assert_close(model(x).cpu(), plain(x))

@@ -12,7 +12,7 @@
 
 import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
@@ -31,7 +31,13 @@ from unisono.inference.batch_map import Callee
 from unisono.inference.lane_choice import choice_for
 from unisono.inference.lanes import Lane, LaneCall, open_lanes
 from unisono.leftovers.attributes import AnyReplicas
-from unisono.leftovers.buffers import buffer_registries, commit_buffers, unchanged_on_failure
+from unisono.leftovers.buffers import (
+    buffer_registries,
+    commit_buffers,
+    commit_values,
+    unchanged_on_failure,
+    versions_of,
+)
 from unisono.leftovers.first_steps import AtEnd, Look, refuse_scripted_batch_norm
 from unisono.leftovers.report import Kind
 from unisono.leftovers.shared import Search
@@ -642,8 +648,11 @@ def plain_composition(
             replicas = interruptibly(wrapper.replicate, module, device_ids[: len(shards)])
             common = AnyReplicas(replicas, module)
             modules, live_modules = common.modules[0] if common.modules else [], common.live_modules
-            live_tensors_of_verbs.set(live_tensors_of(replicas, module))
+            live_tensors = live_tensors_of(replicas, module)
+            live_tensors_of_verbs.set(live_tensors)
             registries = buffer_registries(modules)
+            own, live = _copied_buffers(replicas[0], live_tensors[0]) if replicas else ([], [])
+            versions = versions_of(own)
             calls: Sequence[Any] = [called(replica, method) for replica in replicas]
             if options.sync_batch_norm and len(replicas) > 1:
                 calls = [partial(_not_synchronised, call) for call in calls]
@@ -656,6 +665,7 @@ def plain_composition(
             for look in looks:
                 look.end(outputs)
             output = interruptibly(wrapper.gather, outputs, here or options.output_device)
+        commit_values(live, own, versions)
         if changes := registries.changes():
             commit_buffers(changes, modules, live_modules, {}, devices[0], here or options.devices[0])
         rows = () if len(replicas) == 1 else _rows_of(shards_of)
@@ -670,6 +680,16 @@ def plain_composition(
     finally:
         plan_of_verbs.reset(before)
         live_tensors_of_verbs.reset(no_replicas)
+
+
+def _copied_buffers(
+    replica: Any, live_tensors: Mapping[int, torch.Tensor]
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return a replica's buffers on another device than the live ones, where the first has no rows, and these."""
+    buffers = replica.buffers() if isinstance(replica, nn.Module) else ()
+    pairs = [(own, live_tensors[id(own)]) for own in buffers if id(own) in live_tensors]
+    remote = [(own, live) for own, live in pairs if not _devices.same_device(own.device, live.device)]
+    return [own for own, _ in remote], [live for _, live in remote]
 
 
 def _not_synchronised(call: Callable[..., Any], *inputs: Any, **kwargs: Any) -> Any:

@@ -24,8 +24,9 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+import unisono
 from fuzz.blocks import WIDTH, KeepsLosses, linear
-from fuzz.model import NUM_OUTPUTS, tensors_in
+from fuzz.model import INPUTS, NUM_OUTPUTS, OUTPUTS, tensors_in
 from fuzz.program import Step
 from fuzz.side import OPTIMIZERS, Side, seed_torch
 
@@ -229,8 +230,11 @@ def backward_of_a_part(side: Side, step: Step) -> None:
 
 
 # A SampleList's entries, and what hooks see of them, are each replica's own. To the gradient of a parameter replicas
-# compute those of its bucket: as for `gradients_of_some`, a checkpoint runs that one device needs not.
-@training(weight=3, without=("reentrant", "ranks", "outputs: sample list", "checkpointed buffers, a parameter"))
+# compute those of its bucket: as for `gradients_of_some`, a checkpoint runs that one device needs not. Outputs of the
+# plain composition have no gradients by each other.
+@training(
+    weight=3, without=("reentrant", "ranks", "own_gather", "outputs: sample list", "checkpointed buffers, a parameter")
+)
 def gradients_between_outputs(side: Side, step: Step) -> None:
     """By torch.autograd.grad, then by tensors that keep theirs and by hooks that change it."""
     outputs = floats_in(side.forward(step.rows, step.seed))
@@ -763,7 +767,7 @@ class _Keeps:
         return [self.calls, self.last, *self.kept.values()]
 
 
-@action(weight=0.5, without=("ranks", "compiled", "checkpoint", "reentrant"), said=(_KEPT,))
+@action(weight=0.5, without=("ranks", "own_gather", "compiled", "checkpoint", "reentrant"), said=(_KEPT,))
 def hooks_that_observe(side: Side, step: Step) -> None:
     """By name, in a list, or in an attribute; each once, and then again."""
     draw = random.Random(step.seed)
@@ -891,7 +895,27 @@ def call_by_name(side: Side, step: Step) -> None:
     side.train(step.rows, step.seed, model=forward)
 
 
-_BATCHES_OF_TENSORS = ("wraps: part", "wraps: both", "writes_input", "ranks")
+# Of Python's generator and numpy's nothing is said there: row N6 of docs/behaviour.md.
+_BATCHES_OF_TENSORS = ("wraps: part", "wraps: both", "writes_input", "ranks", "drawn elsewhere", "own_gather")
+
+
+_SAID_FORMS = [
+    *(f"inputs: {name}" for name, form in INPUTS.items() if form.said),
+    *(f"outputs: {name}" for name, form in OUTPUTS.items() if form.said),
+]
+
+
+# What forward leaves behind is said to differ where it follows from the order in which replicas finish; and what a
+# message may say has other words here. With one device, two replicas are compared.
+@change(without=("wraps: part", "ranks", "one replica", "attributes", "lists", "drawn elsewhere", *_SAID_FORMS))
+def verify(side: Side, step: Step) -> None:
+    """It says that all is the same, and leaves all as it was."""
+    x = side.batch(step.rows, step.seed, requires_grad=False if side.program.writes_input else None)
+    inputs, found = side.inputs(x), "same"
+    if not side.is_plain:
+        report = unisono.verify(side.model, inputs, step=lambda model, args, kwargs: model(*args, **kwargs), show=False)
+        found = found if report.same else str(report)
+    side.observe("report of verify", found)
 
 
 @action(weight=3, only=("inputs: tensor",), without=_BATCHES_OF_TENSORS)

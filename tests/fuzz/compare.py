@@ -169,6 +169,13 @@ def _is_of_use(observed: Observed) -> bool:
     return not isinstance(value, Tensor) or value.dtype == torch.bool or bool((value.abs() < LARGEST).all())
 
 
+class OwnGather(unisono.DataParallel):
+    """Has a primitive of its own, so it runs the plain composition."""
+
+    def gather(self, outputs: Any, output_device: Any) -> Any:
+        return super().gather(outputs, output_device)
+
+
 def wrap(program: Program, module: nn.Module, outermost: bool, timeout_s: float, rank: Rank) -> nn.Module:
     """Return a module wrapped as a program says.
 
@@ -189,7 +196,7 @@ def wrap(program: Program, module: nn.Module, outermost: bool, timeout_s: float,
     devices = devices_of(program, rank, num_replicas)
     if program.output_device:
         options["output_device"] = "cpu" if program.output_device == "cpu" else devices[-1]
-    return unisono.DataParallel(module, devices, **options)
+    return (OwnGather if program.own_gather else unisono.DataParallel)(module, devices, **options)
 
 
 def _compared(plain: Side, wrapped: Side) -> Difference | None:

@@ -59,6 +59,7 @@ class Program(_PrintedAsPython):
     out_of_memory: str = ""
     parts: int = 1
     from_host: bool = False  # whether batches are on the host, not on the model's device
+    own_gather: bool = False  # whether wrappers override a primitive
     output_device: str = ""  # "cpu", "last": of the replicas' devices; "": that of the model
     graphs: bool = False  # whether replicas run as graphs of kernels, from the third step of a kind on
     seed: int = 0  # of the parameters
@@ -96,7 +97,7 @@ class Program(_PrintedAsPython):
         of_blocks = {trait for block in self.blocks for trait in (block.partition("/")[0], *traits_of(block))}
         flags = {
             name
-            for name in ("writes_input", "rescue", "out_of_memory", "profile", "input_gradients")
+            for name in ("writes_input", "rescue", "out_of_memory", "profile", "input_gradients", "own_gather")
             if getattr(self, name)
         }
         forms = {f"inputs: {self.inputs}", f"outputs: {self.outputs}", f"wraps: {self.wraps}", f"loss: {self.loss}"}

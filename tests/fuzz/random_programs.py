@@ -9,6 +9,8 @@ from fuzz.blocks import FAMILIES
 from fuzz.model import INPUTS, OUTPUTS, InputForm, OutputForm
 from fuzz.program import ASYNCHRONOUS, ASYNCHRONOUS_RANKS, Program, Step
 
+# It runs batch norms one replica after the other, leaves losses of hooks to the caller, and frees no cycles.
+_NOT_COMPOSED = ("batch norm", "written in backward", "losses", "containers", "compiled", "ranks")
 _ERRORS_IN_PARTS = ("batch norm", "buffers", "writes_input", "torch.func", "outputs: folded")
 _ROWS = (0, 1, 2, 3, 4, 5, 6, 6, 7, 8, 11, 17)
 _WRAPS = {  # over ranks, layers around a "part" are not synchronised; a wrapper in a replica needs its device
@@ -72,12 +74,15 @@ def random_program(seed: int, place: str) -> Program:
         "writes_input": draw.random() < 0.1,
         "profile": draw.random() < 0.15,
         "rescue": draw.random() < 0.1,
+        "own_gather": draw.random() < 0.08,
         "seed": draw.randrange(1000),
     }
     if options["outputs"] == "numbers" and options["wraps"] in ("twice", "both"):
         options["outputs"] = (
             "sample list"  # a replica of one row returns one number, which is no sign of a list of rows
         )
+    if options["own_gather"] and not Program(**options).traits.isdisjoint(_NOT_COMPOSED):
+        options["own_gather"] = False
     traits = Program(**options).traits
     if "weights" in traits and options["wraps"] in ("twice", "both"):
         options["wraps"] = "model"  # in there, graphs do not see what a later forward writes through `.data`
@@ -95,13 +100,13 @@ def random_program(seed: int, place: str) -> Program:
     needs_whole = not traits.isdisjoint(("inner gradient", "containers", "compiled"))
     needs_whole |= any(step.action == "gradients_between_outputs" for step in steps)
     runs_twice = needs_whole and options["wraps"] in ("twice", "both")
-    can_have_parts = traits.isdisjoint(_ERRORS_IN_PARTS) and not runs_twice
+    can_have_parts = traits.isdisjoint((*_ERRORS_IN_PARTS, "own_gather")) and not runs_twice
     parts = draw.choice((1, 1, 1, 2, 3)) if can_have_parts else 1
     can_be_rescued = all(ACTIONS[step.action].suits(traits | {"out_of_memory"}) for step in steps)
     if options["rescue"] and num_replicas > 1 and can_have_parts and can_be_rescued:  # with one device it does nothing
         options["out_of_memory"] = draw.choice(("", "forward", "backward"))
     has_devices = place in (ASYNCHRONOUS, ASYNCHRONOUS_RANKS)
-    graphs = has_devices and draw.random() < 0.3
+    graphs = has_devices and draw.random() < 0.3 and not options["own_gather"]
     if has_devices and options["wraps"] == "model":
         options["from_host"] = draw.random() < 0.3
         # A parameter's copy needs no gradient where gradients are off. On one device outputs are copies, none of which

@@ -210,14 +210,18 @@ class Side:
     def run(self, x: Tensor, model: Any = None) -> Any:
         """Return the output of a model, usually this side's, for some rows."""
         model = model or self.model
+        args, kwargs = self.inputs(x)
+        with self.on_a_stream():
+            return model(*args, **kwargs)
+
+    def inputs(self, x: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return what the model is called with for some rows."""
         if self.program.writes_input:
             x = x * 1.0  # a leaf cannot be written into
         table = self.table if self.table.dtype == self.dtype else self.table.detach().to(self.dtype)
         if self.program.from_host and not self.is_plain:
             x, table = x.cpu(), table.cpu()
-        args, kwargs = ((x, table), {}) if self.has_part else INPUTS[self.program.inputs].pack(x, table)
-        with self.on_a_stream():
-            return model(*args, **kwargs)
+        return ((x, table), {}) if self.has_part else INPUTS[self.program.inputs].pack(x, table)
 
     @contextlib.contextmanager
     def on_a_stream(self) -> Iterator[None]:

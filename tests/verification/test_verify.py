@@ -238,9 +238,16 @@ def test_rows_that_do_not_interact_are_the_same(num_replicas: int, rows: int, dt
     assert ("only one replica had rows" in str(report)) == (rows == 1)
 
 
+def frozen(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    with torch.inference_mode():
+        y = layer(x)
+    return y.clone()
+
+
 KINDS: list[tuple[nn.Module, Any]] = [
     (nn.Sequential(parametrizations.spectral_norm(nn.Linear(5, 8)), nn.Linear(8, 2)), ROWS),
     (nn.Sequential(nn.utils.spectral_norm(nn.Linear(5, 8)), nn.Linear(8, 2)), ROWS),
+    (nn.Sequential(nn.Linear(5, 5), nn.utils.spectral_norm(nn.Linear(5, 8)).requires_grad_(False)), ROWS),
     (nn.Sequential(nn.Linear(5, 8), DataParallel(mlp()[2:], ["cpu", "cpu"])), ROWS),
     (checkpointed(True), ROWS.clone().requires_grad_()),
     (checkpointed(False), ROWS),
@@ -253,6 +260,7 @@ KINDS: list[tuple[nn.Module, Any]] = [
     (calls(lambda self, a, b: self.layers[0](a) * b, nn.Linear(5, 8)), {"b": torch.randn(9, 8), "a": ROWS}),
     (calls(lambda self, x: Output(self.layers[0](x)), nn.Linear(5, 2)), ROWS),
     (calls(lambda self: torch.ones(2)), ()),
+    (calls(lambda self, x: self.layers[0](frozen(self.layers[1], x)), nn.Linear(5, 2), nn.Linear(5, 5)), ROWS),
     (nn.Identity(), ROWS),
 ]
 # Where numbers would differ, with the options that a report names.
@@ -537,6 +545,29 @@ def test_a_step_of_several_forwards() -> None:
     assert with_target.rows[0].shape == (9, 2)
     with pytest.raises(TypeError, match="step=3: expected a function, called as step"):
         compared(mlp(), ROWS, step=3)
+
+
+def test_a_step_that_gives_the_model_other_inputs() -> None:
+    """N17, S18: `in_dims` describes what the model is called with, and so does what is said of its inputs."""
+    table = torch.randn(9, 5)
+    model = calls(lambda self, x, table: x + table.sum(0))
+    report = compared(model, {"x": ROWS}, step=lambda model, x: model(x, table))
+    assert report.cause is Cause.SPLIT_WRONGLY
+    assert "in_dims={1: None}" in report.findings[0].text
+    report = compared(
+        calls(lambda self, x, table: centered(x) + table.sum(0)), {"x": ROWS},
+        step=lambda model, x: model(x, table), in_dims=(0, None),
+    )  # fmt: skip
+    assert report.cause is Cause.ROWS_INTERACT
+
+
+def test_what_backward_runs_again_is_not_recorded() -> None:
+    """N13: replicas keep the hooks that record; a layer for some rows seemed to be called as often as on one device."""
+    experts = calls(
+        lambda self, x: torch.stack([self.layers[int(row[0] > 0)](row) for row in x]), nn.Linear(5, 2), nn.Linear(5, 2)
+    )
+    report = compared(experts.double(), ROWS.double(), parts=2)
+    assert report.same, str(report)
 
 
 # ---- what differs, and why -----------------------------------------------------------------------
@@ -1104,6 +1135,19 @@ def test_a_wrapper_with_fewer_than_two_replicas_is_compared_with_two(no_accelera
         assert report.same is sync_batch_norm
         assert report.explained is not sync_batch_norm
         assert any("replicas on cpu, cpu" in note for note in report.notes)
+    assert verify(DataParallel(DataParallel(mlp(), device_ids), device_ids), ROWS, show=False).same
+
+
+class OwnGather(DataParallel):
+    def gather(self, outputs: Any, output_device: Any) -> Any:
+        return super().gather(outputs, output_device)
+
+
+def test_a_mean_over_rows_is_the_same_with_a_primitive_of_ones_own() -> None:
+    """N1: the rows of its replicas are not known, so the model's calls, whose means differ, are not compared."""
+    report = verify(OwnGather(mean_loss().double(), ["cpu"] * 2, scalars="mean"), (ROWS.double(), CLASSES), show=False)
+    assert report.same
+    assert report.notes == ()
 
 
 def test_an_error_in_a_replica_and_outputs_that_cannot_be_gathered_raise() -> None:

@@ -23,7 +23,7 @@ from unisono.leftovers.attributes import (
     registered,
     told_apart,
 )
-from unisono.leftovers.buffers import buffer_registries, commit_buffers, histories, versions_of
+from unisono.leftovers.buffers import buffer_registries, commit_buffers, commit_values, histories, versions_of
 from unisono.leftovers.buffers_in_backward import BuffersInBackward
 from unisono.leftovers.report import Kind, Leftovers
 from unisono.leftovers.shared import SharedWrites
@@ -106,10 +106,7 @@ class Replica:
             joined: for each of their `histories`, the tensor with a history in the caller's graph.
             device: the replica's.
         """
-        for live, own, before in zip(self.live_buffers, self.own_buffers, self.versions, strict=True):
-            _devices.copy_into(live.data, own)
-            if versions_of([own]) != [before] and not live.is_inference():
-                torch.autograd.graph.increment_version(live)
+        commit_values(self.live_buffers, self.own_buffers, self.versions)
         if not changes:
             return
         pairs = [

@@ -45,7 +45,7 @@ from unisono.runtime.torch_private import graph_nodes
 _CLOCKS = (time.time, time.monotonic, time.perf_counter)
 _LONGEST_S = 10.0  # between the moment when forward has read a clock, and this comparison
 # Of torch's own classes, the attributes that follow from others: they are assigned again where they are used.
-DERIVED = {"_flat_weights", "_flat_weight_refs"}
+_DERIVED = {"_flat_weights", "_flat_weight_refs"}
 _NOT_ASSIGNED = OF_EVERY_MODULE - {"training"}
 _NUMBERS = (int, float, complex)
 _parameters, _is_none = attrgetter("_parameters"), functools.partial(is_, None)
@@ -74,7 +74,7 @@ def told_apart(
     unread: list[Change] = []
     for number, key, value in changes:
         module, old = replicas[0][number], before[number].get(key, GONE)
-        if key in _NOT_ASSIGNED or isinstance(module, torch.jit.ScriptModule) or _is_computed(module, key):
+        if key in _NOT_ASSIGNED or isinstance(module, torch.jit.ScriptModule) or is_computed(module, key):
             continue
         if isinstance(getattr(type(module), key, None), functools.cached_property) or is_equal(old, value):
             continue
@@ -103,7 +103,7 @@ def kept_of_only(
     lost: list[Change] = []
     for number, key, value in changes:
         module, old = modules[number], before[number].get(key, GONE)
-        if key in _NOT_ASSIGNED or isinstance(module, torch.jit.ScriptModule) or _is_computed(module, key):
+        if key in _NOT_ASSIGNED or isinstance(module, torch.jit.ScriptModule) or is_computed(module, key):
             continue
         if id(value) in own:
             kept.append((number, key, own[id(value)]))
@@ -232,9 +232,9 @@ def has_rows(value: Any, rows: Collection[int]) -> bool:
     return isinstance(value, torch.Tensor) and (not value.dim() or value.shape[0] in rows)
 
 
-def _is_computed(module: nn.Module, key: str) -> bool:
+def is_computed(module: nn.Module, key: str) -> bool:
     """Return whether torch computes an attribute in front of each forward: weight_norm, spectral_norm, prune."""
-    if key in DERIVED and isinstance(module, nn.RNNBase):
+    if key in _DERIVED and isinstance(module, nn.RNNBase):
         return True
     hooks = [hook for hook in module._forward_pre_hooks.values() if type(hook).__module__.startswith("torch.nn.utils.")]
     return any(key in vars(hook).values() for hook in hooks)

@@ -59,6 +59,14 @@ def commit_buffers(
             registry.pop(name, None)
 
 
+def commit_values(live: Sequence[torch.Tensor], own: Sequence[torch.Tensor], versions: Sequence[int | None]) -> None:
+    """Give live buffers the values of a replica's own, which are copies; those had these versions before forward."""
+    for of_module, of_replica, before in zip(live, own, versions, strict=True):
+        _devices.copy_into(of_module.data, of_replica)
+        if versions_of([of_replica]) != [before] and not of_module.is_inference():
+            torch.autograd.graph.increment_version(of_module)
+
+
 def versions_of(buffers: Sequence[torch.Tensor]) -> list[int | None]:
     return [None if buffer.is_inference() else buffer._version for buffer in buffers]
 

@@ -51,6 +51,7 @@ class CallRecorder:
     )
     _copies: dict[tuple[Path, int], tuple[weakref.ref[torch.Tensor], int, torch.Tensor]] = field(default_factory=dict)
     _num_modules: int = 0  # that have hooks
+    _is_attached: bool = False  # replicas keep the hooks, and may run forward again in backward
 
     # Several replicas call at once. Each entry of the tables above belongs to one path, so to one thread.
 
@@ -58,7 +59,7 @@ class CallRecorder:
     def attached(self, root: nn.Module) -> Iterator[None]:
         """Record the calls of `root` and of all its submodules while the context lasts."""
         handles = []
-        self._num_modules = 0
+        self._num_modules, self._is_attached = 0, True
         for name, module in _recordable(root, "", set()):
             self._num_modules += 1
             before, after = functools.partial(self._before, name), functools.partial(self._after, name)
@@ -67,6 +68,7 @@ class CallRecorder:
         try:
             yield
         finally:
+            self._is_attached = False
             for handle in handles:
                 handle.remove()
             self._copies.clear()
@@ -91,13 +93,13 @@ class CallRecorder:
         return self.grouped().get(("", 0), [])
 
     def _before(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if modes.has_transforms():  # tensors of vmap or grad have no values outside of it
+        if not self._is_attached or modes.has_transforms():  # tensors of vmap or grad have no values outside of it
             return
         path = replica_path()
         self._running[path].append((name, self._copied((args, kwargs), path), self.watch()))
 
     def _after(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if modes.has_transforms():
+        if not self._is_attached or modes.has_transforms():
             return
         path = replica_path()
         running, inputs, has_drawn = self._running[path].pop()
@@ -110,6 +112,8 @@ class CallRecorder:
         return [(where, self._copy(tensor, path)) for where, tensor in tensors_in(value)]
 
     def _copy(self, tensor: torch.Tensor, path: Path) -> torch.Tensor:
+        if tensor.is_inference():  # nothing tells whether it has been written into since
+            return plain(tensor).to("cpu", copy=True)
         known = self._copies.get((path, id(tensor)))
         if known is not None and known[0]() is tensor and known[1] == tensor._version:
             return known[2]
@@ -133,7 +137,7 @@ def match(
     """Join the replicas' parts along the axis that fits, and compare.
 
     If no axis fits and each part has the shape of the tensor on one device, it may be independent of the rows (then
-    all parts are equal), or a sum or a mean over rows.
+    all parts are equal), or a sum or a mean over rows. A mean cannot be compared if the replicas' rows are not known.
 
     Returns:
         Whether both have the same tensor, and the axis along which the parts fit, if one does; None: not comparable.
@@ -144,7 +148,8 @@ def match(
         if joined is not None and joined.shape == one.shape and (found is None or not found[0]):
             found = tolerance.same(one, joined), axis
     if found is None and all(part.shape == one.shape for part in parts):
-        return any(tolerance.same(one, each) for each in _without_rows(one, parts, rows, tolerance)), None
+        is_same = any(tolerance.same(one, each) for each in _without_rows(one, parts, rows, tolerance))
+        return (is_same, None) if is_same or len(rows) == len(parts) else None
     return found
 
 

@@ -271,10 +271,11 @@ def _findings(comparison: Comparison, rows: Sequence[Row], steps: Steps) -> list
         if any(row.differs for row in _rows(steps.mode, one, again, tolerance)):
             return nondeterministic(findings, one, again, tolerance)
     if may_be_split_wrongly(findings):
-        split = _wrongly_split(one, tolerance, steps)
+        arguments = _arguments(comparison.many, steps)
+        split = _wrongly_split(one, arguments, tolerance, steps)
         if split is not None:
             return split_wrongly(findings, *split)
-        whole = _arguments(steps.wrapped, steps.example).whole_with_rows()
+        whole = arguments.whole_with_rows()
         return with_whole_inputs(findings, [path for path, _ in whole])
     return findings
 
@@ -377,14 +378,15 @@ def _attribute_of(shared: str, many: RecordedStep) -> str | None:
     return next((name for name in compared if shared == name or shared.startswith((f"{name}.", f"{name}["))), None)
 
 
-def _wrongly_split(one: RecordedStep, tolerance: Tolerance, steps: Steps) -> tuple[str, tuple[str, ...]] | None:
+def _wrongly_split(
+    one: RecordedStep, arguments: Arguments, tolerance: Tolerance, steps: Steps
+) -> tuple[str, tuple[str, ...]] | None:
     """Return what is to be said of an input that has no rows and is split, or of a list that is not split by entry.
 
     With it come the arguments to write, if they help. None: there is no such input. With the remedy the step gives the
     numbers of one device: that is tried.
     """
     wrapped, example = steps.wrapped, steps.example
-    arguments = _arguments(wrapped, example)
 
     def gives_the_same(model: torch.nn.Module, example: Example) -> bool:
         try:
@@ -412,8 +414,10 @@ def _wrongly_split(one: RecordedStep, tolerance: Tolerance, steps: Steps) -> tup
     return None
 
 
-def _arguments(wrapped: DataParallel, example: Example) -> Arguments:
-    inputs, kwargs = example.fresh_inputs()
+def _arguments(many: RecordedStep, steps: Steps) -> Arguments:
+    """Return what the wrapper is called with: the inputs of the example, or what the caller's `step` gives it."""
+    wrapped = steps.wrapped
+    inputs, kwargs = many.given[0] if many.given else steps.example.fresh_inputs()
     return Arguments(inputs, kwargs, wrapped.dim).find_rows(wrapped.in_dims, wrapped.module.forward)
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from unisono.data_parallel import DataParallel
-from unisono.leftovers.attributes import DERIVED
+from unisono.leftovers.attributes import is_computed
 from unisono.leftovers.generators import GeneratorStates
 from unisono.primitives import pytree
 from unisono.primitives.batch_types import batch_type_of
@@ -27,7 +27,7 @@ from unisono.runtime import devices as _devices
 from unisono.runtime.widening import widened
 from unisono.verification.compare import plain, tensors_in
 
-_OF_TORCH = frozenset({*nn.Module().__dict__, *DERIVED}) - {"training"}
+_OF_TORCH = frozenset(nn.Module().__dict__) - {"training"}
 _NO_CONTENTS = (torch.Tensor, nn.Module, types.FunctionType, types.MethodType, torch.Generator)
 _TOO_LARGE = 2**62  # for an integer tensor
 _SHARED = INERT | {object}  # a plain object marks something, by its identity
@@ -71,7 +71,7 @@ def widen(module: nn.Module, least: torch.dtype | None, original: nn.Module) -> 
         (vars(part), name)
         for part in module.modules()
         for name, value in vars(part).items()
-        if name not in _OF_TORCH and isinstance(value, torch.Tensor | list | tuple | dict)
+        if not _is_of_torch(part, name) and isinstance(value, torch.Tensor | list | tuple | dict)
     ]
     kept = [each for own, name in attributes for _, each in tensors_in(own[name]) if each.is_leaf]
     every = {id(each): each for each in (*registered, *kept)}
@@ -151,8 +151,12 @@ def attributes_in(model: nn.Module) -> dict[str, Any]:
         for path, module in model.named_modules()
         if not isinstance(module, torch.jit.ScriptModule | DataParallel)
         for name, value in vars(module).items()
-        if name not in _OF_TORCH
+        if not _is_of_torch(module, name)
     }
+
+
+def _is_of_torch(module: nn.Module, name: str) -> bool:
+    return name in _OF_TORCH or is_computed(module, name)
 
 
 def marks_on(model: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:

@@ -116,6 +116,7 @@ class RecordedStep:
     marked: set[str] = field(default_factory=set)  # what it has left on tensors and in inputs, and does not return
     left: dict[Left, Sequence[str]] = field(default_factory=lambda: dict.fromkeys(Left, ()))  # behind, by forward
     rows: Sequence[int] = ()  # of each replica; one entry on one device, empty if not known
+    given: list[tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)  # to the wrapper, by `step`
     error: ValueError | None = None  # why the replicas' outputs could not be gathered
     no_gradients: str = ""  # why the backward failed
     switched_off: Sequence[str] = ()  # the operations that would have drawn
@@ -192,6 +193,8 @@ def take_step(
     # The replicas' calls overlap: which of them has drawn cannot be seen.
     watch = (lambda: RandomState(generators).moved) if like is None else (lambda: lambda: False)
     step = RecordedStep(CallRecorder(watch), attributes_before=numbers_in(module), contents_before=contents_in(module))
+    if isinstance(model, DataParallel) and example.step is not None:
+        model.register_forward_pre_hook(lambda _, args, kwargs: step.given.append((args, kwargs)), with_kwargs=True)
     off, before = DrawsOff(least), RandomState(generators)
     attributes, marks = attributes_in(module), marks_on(module, args, kwargs)
     with step.recorder.attached(module) if record else contextlib.nullcontext(), off:

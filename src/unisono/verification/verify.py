@@ -236,9 +236,9 @@ def _wrap(
             )
         if len(model.devices) > 1:
             return model
-        names = ("scalars", "in_dims", "out_dims", "sync_batch_norm")
-        ids = ["cpu", "cpu"] if model.devices and _devices.is_cpu(model.devices[0]) else None
-        return _wrap(model.module, ids, None, model.dim, {name: getattr(model, name) for name in names})
+        options = {name: getattr(model, name) for name in ("scalars", "in_dims", "out_dims", "sync_batch_norm")}
+        device_ids = ["cpu", "cpu"] if model.devices and _devices.is_cpu(model.devices[0]) else None
+        dim, model = model.dim, model.module
     devices = _devices.resolve(device_ids)
     module = copied(model)
     if device_ids is None and len(devices) == 1:
