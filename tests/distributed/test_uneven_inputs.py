@@ -133,6 +133,17 @@ def test_without_rows_the_inputs_need_gradients_and_have_the_dtype_of_this_batch
         torch.testing.assert_close(own.grad, x.grad)
 
 
+@on_two_ranks(1)
+def test_without_rows_a_model_takes_part_behind_another(rank: int, options: dict) -> None:
+    """C2: its backward leads to the other's output, or each rank waits in the backward of another model."""
+    pairs = [twins(lambda: nn.Linear(4, 4).double(), **options) for _ in range(2)]
+    x = drawn(5, 4)
+    for (first, second), rows in zip(zip(*pairs, strict=True), (x[rows_of(rank, (5, 0))], x), strict=True):
+        second(first(rows).tanh()).mean().backward()
+    for model, oracle in pairs:
+        assert_same_gradients(model.module, oracle, rtol=1e-12, atol=1e-14)
+
+
 def find_in_samples(rank: int, **options: Any) -> list[list[str]]:
     def forward(module: nn.Module, names: list[str]) -> tuple[torch.Tensor, unisono.SampleList[str]]:
         return module.layer(torch.ones(len(names), 1)), unisono.SampleList(names)

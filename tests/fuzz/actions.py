@@ -108,7 +108,7 @@ def accumulate(side: Side, step: Step) -> None:
 
 
 # Until the last backward, buffers and what hooks see are each rank's own: behaviour.md, C6 and C8.
-@training(only=("ranks",), without=("hooked", "buffers of ranks"))
+@training(only=("ranks",), without=("hooked", "buffers of ranks", "wraps: two"))
 def accumulate_without_sync(side: Side, step: Step) -> None:
     with contextlib.nullcontext() if side.is_plain else next(side.wrappers()).no_sync():
         side.backward(side.loss_of(step.rows, step.seed))
@@ -840,7 +840,9 @@ def moving_average(side: Side, step: Step) -> None:
     side.model.train()
 
 
-@action(weight=4, only=("batch norm",), without=("inputs: keyword", "wraps: part", "wraps: both", "ranks"))
+@action(
+    weight=4, only=("batch norm",), without=("inputs: keyword", "wraps: part", "wraps: two", "wraps: both", "ranks")
+)
 def update_batch_norm(side: Side, step: Step) -> None:
     if side.program.inputs == "tensor":
         batches = [side.batch(step.rows + number, step.seed + number, requires_grad=False) for number in range(3)]
@@ -896,7 +898,15 @@ def call_by_name(side: Side, step: Step) -> None:
 
 
 # Of Python's generator and numpy's nothing is said there: row N6 of docs/behaviour.md.
-_BATCHES_OF_TENSORS = ("wraps: part", "wraps: both", "writes_input", "ranks", "drawn elsewhere", "own_gather")
+_BATCHES_OF_TENSORS = (
+    "wraps: part",
+    "wraps: two",
+    "wraps: both",
+    "writes_input",
+    "ranks",
+    "drawn elsewhere",
+    "own_gather",
+)
 
 
 _SAID_FORMS = [
@@ -907,7 +917,18 @@ _SAID_FORMS = [
 
 # What forward leaves behind is said to differ where it follows from the order in which replicas finish; and what a
 # message may say has other words here. With one device, two replicas are compared.
-@change(without=("wraps: part", "ranks", "one replica", "attributes", "lists", "drawn elsewhere", *_SAID_FORMS))
+@change(
+    without=(
+        "wraps: part",
+        "wraps: two",
+        "ranks",
+        "one replica",
+        "attributes",
+        "lists",
+        "drawn elsewhere",
+        *_SAID_FORMS,
+    )
+)
 def verify(side: Side, step: Step) -> None:
     """It says that all is the same, and leaves all as it was."""
     x = side.batch(step.rows, step.seed, requires_grad=False if side.program.writes_input else None)

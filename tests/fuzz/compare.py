@@ -183,7 +183,8 @@ def wrap(program: Program, module: nn.Module, outermost: bool, timeout_s: float,
         outermost: whether no other wrapper will be around it.
     """
     num_replicas = program.num_replicas if outermost else 2
-    options: dict[str, Any] = {**INPUTS[program.inputs].options, **OUTPUTS[program.outputs].options}
+    is_layer = isinstance(module, nn.Linear)
+    options: dict[str, Any] = {} if is_layer else {**INPUTS[program.inputs].options, **OUTPUTS[program.outputs].options}
     if outermost and program.wraps == "both":
         options["in_dims"] = (0, None)
     if "batch norm" in program.traits:

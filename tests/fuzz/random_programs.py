@@ -14,11 +14,11 @@ _NOT_COMPOSED = ("batch norm", "written in backward", "losses", "containers", "c
 _ERRORS_IN_PARTS = ("batch norm", "buffers", "writes_input", "torch.func", "outputs: folded")
 _ROWS = (0, 1, 2, 3, 4, 5, 6, 6, 7, 8, 11, 17)
 _WRAPS = {  # over ranks, layers around a "part" are not synchronised; a wrapper in a replica needs its device
-    "ranks": ("model", "model", "twice", "both"),
-    ASYNCHRONOUS: ("model", "part"),
-    ASYNCHRONOUS_RANKS: ("model",),
+    "ranks": ("model", "model", "two", "twice", "both"),
+    ASYNCHRONOUS: ("model", "model", "part", "two"),
+    ASYNCHRONOUS_RANKS: ("model", "model", "two"),
 }
-_ALL_WRAPS = ("model", "model", "part", "twice", "both")
+_ALL_WRAPS = ("model", "model", "part", "two", "twice", "both")
 _NUM_REPLICAS = {"ranks": (1, 2), ASYNCHRONOUS: (2, 2, 2, 1), ASYNCHRONOUS_RANKS: (1, 2)}
 _STRICT = ("ranks", ASYNCHRONOUS, ASYNCHRONOUS_RANKS)  # without what a message names
 # Each rank has a list of its own; some kernels and tensors are for CPUs only.

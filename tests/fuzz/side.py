@@ -117,12 +117,14 @@ class Side:
             program.blocks, program.inputs, program.outputs, program.residual, program.writes_input
         ).to(self.device)
         self.model.out_of_memory = "" if self.is_plain else program.out_of_memory
-        self.has_part = program.wraps in ("part", "both")
+        self.has_part = program.wraps in ("part", "two", "both")
         if wrap is not None and program.wraps != "model":
-            self.model = wrap(self.model, program.wraps == "part")
+            self.model = wrap(self.model, program.wraps in ("part", "two"))
         if self.has_part:
             self.model = Outer(self.model, program.inputs).to(self.device)
-        if wrap is not None and program.wraps != "part":
+        if wrap is not None and program.wraps == "two":
+            self.model.before = wrap(self.model.before, True)
+        elif wrap is not None and program.wraps != "part":
             self.model = wrap(self.model, True)
         self.observed: list[Observed] = []
         self.error: BaseException | None = None

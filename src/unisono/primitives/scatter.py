@@ -459,7 +459,10 @@ class Arguments:
         return self._mapped(like, rows)
 
     def with_rows_of(self, other: "Arguments") -> "Arguments":
-        """Return these arguments with the rows of others, in the dtypes of these, and needing gradients as these do."""
+        """Return these arguments, which have no rows, with those of others: of the same dtypes, and differentiable.
+
+        The backward of other wrappers, whose outputs these arguments are, runs as in the ranks with rows.
+        """
         values = iter(other.leaves)
 
         def replaced(leaf: Any, axis: int | None, batch_type: BatchType | None) -> Any:
@@ -468,7 +471,8 @@ class Arguments:
                 return leaf if batch_type is None else pytree.map_tensors(_detached, value)
             if axis is None or not leaf.dim() or not isinstance(value, torch.Tensor):
                 return leaf
-            return value.detach().to(leaf.dtype).requires_grad_(leaf.requires_grad)
+            value = value.detach().to(leaf.dtype)
+            return (value + leaf.sum().to(value.device)).requires_grad_() if leaf.requires_grad else value
 
         return self._mapped(replaced, other.rows)
 
