@@ -46,6 +46,15 @@ def side_of(device: torch.device) -> torch.Stream:
     return side
 
 
+@contextlib.contextmanager
+def beside(device: torch.device) -> Iterator[None]:
+    """Make another stream current than last time, which waits for the current one, and for which that one waits."""
+    here, side = current(device), side_of(device)
+    with stream(side):
+        yield
+    here.wait_stream(side)
+
+
 def waits(marker: Any, device: torch.device) -> None:
     """Let the calling thread's stream on a device wait for a marker."""
     C.stream_waits(device.index, marker)
@@ -317,6 +326,39 @@ def test_forward_on_other_streams_with_batch_norm_over_all_replicas(checkpointed
                 torch.testing.assert_close(each.cpu(), parameter.grad, rtol=1e-8, atol=1e-10)
     finally:
         C.set_delay(0, 30)
+
+
+@pytest.mark.parametrize("used", [[FIRST] * 2, BOTH, BOTH[::-1]], ids=str)
+def test_buffers_that_a_checkpoint_changes_in_two_backwards_on_other_streams(
+    used: list[torch.device], delays: Callable[..., None]
+) -> None:
+    """R5, N4: the second backward runs the checkpoint twice, on forward's stream, and puts the buffer back between."""
+
+    def counted(net: nn.Module, x: Tensor) -> Tensor:
+        net.count.add_(1)
+        return net.into(x) * (1 + net.count % 4 * 0.3)
+
+    def forward(net: nn.Module, x: Tensor) -> Tensor:
+        return net.out(checkpoint(counted, net, x, use_reentrant=False).tanh())
+
+    plain = Calls(forward, into=nn.Linear(4, 4), out=nn.Linear(4, 3), count=nn.Buffer(torch.zeros(())))
+    module, x = copy.deepcopy(plain).to(used[0]), torch.randn(2, 4)
+    model, given = DataParallel(module, used), {plain: x, module: x.to(used[0])}
+    for seed in range(1, 17):
+        delays(seed)
+        found = []
+        for net, called in ((plain, plain), (module, model)):
+            net.zero_grad()
+            inputs = given[net].clone().requires_grad_()
+            with beside(used[0]) if net is module else contextlib.nullcontext():
+                loss = called(inputs).pow(2).sum()
+            (gradient,) = torch.autograd.grad(loss, inputs, create_graph=True)
+            total = loss + gradient.pow(2).sum()
+            with beside(used[0]) if net is module else contextlib.nullcontext():
+                total.backward()
+            found.append([inputs.grad, net.into.weight.grad, net.count])
+        for one, other in zip(*found, strict=True):
+            torch.testing.assert_close(other.cpu(), one, rtol=1e-8, atol=1e-10)
 
 
 # ---- maps -----------------------------------------------------------------------------------------

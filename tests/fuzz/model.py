@@ -191,7 +191,8 @@ class Outer(nn.Module):
 
     def __init__(self, inner: nn.Module, inputs: str) -> None:
         super().__init__()
-        self.before, self.inner, self.inputs = nn.Linear(WIDTH, WIDTH), inner, inputs
+        self.before: nn.Module = nn.Linear(WIDTH, WIDTH)
+        self.inner, self.inputs = inner, inputs
 
     def forward(self, x: Tensor, table: Tensor) -> Any:
         args, kwargs = INPUTS[self.inputs].pack(self.before(x).tanh() + x, table)

@@ -43,8 +43,8 @@ class Program(_PrintedAsPython):
     place: str = "one memory"  # of the replicas: one of PLACES, or another one of those above
     num_replicas: int = 2  # on the CPU; of each rank, if there are several
     shares: str | tuple[float, ...] = "chunk"
-    # "model"; "part": the wrapped model is a part of another; "two": and the layer before it is wrapped, too; "twice": a
-    # wrapper in a wrapper; "both": the wrapped model is part of another, which is wrapped.
+    # "model"; "part": the wrapped model is a part of another; "two": so is the layer before it; "twice": a wrapper in a
+    # wrapper; "both": the wrapped model is part of another, which is wrapped.
     wraps: str = "model"
     inputs: str = "tensor"  # names of forms, see `model`
     outputs: str = "tensor"

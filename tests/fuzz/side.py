@@ -121,9 +121,9 @@ class Side:
         if wrap is not None and program.wraps != "model":
             self.model = wrap(self.model, program.wraps in ("part", "two"))
         if self.has_part:
-            self.model = Outer(self.model, program.inputs).to(self.device)
+            self.model = outer = Outer(self.model, program.inputs).to(self.device)
         if wrap is not None and program.wraps == "two":
-            self.model.before = wrap(self.model.before, True)
+            outer.before = wrap(outer.before, True)
         elif wrap is not None and program.wraps != "part":
             self.model = wrap(self.model, True)
         self.observed: list[Observed] = []

@@ -199,11 +199,12 @@ class Replicas:
         self._own_parameters = [parameter for replica in each for parameter in replica.own_parameters]
 
     def buffers_in_backward(self, source: torch.device) -> BuffersInBackward:
-        """Return what lets activation checkpoints read the live buffers, on `source`, as they are in backward."""
+        """Return what lets checkpoints of a forward that has just run read the live buffers, on `source`, in backward."""
         if self._in_backward is None:
             modules = [replica.modules for replica in self.each]
             live, names = self._blueprint.modules, self._blueprint.names
             self._in_backward = BuffersInBackward(modules, live, names, self._devices, source)
+        self._in_backward.streams = _devices.current_streams([*self._devices, source])
         return self._in_backward
 
     def memory_of(self, index: int) -> dict[int, torch.Tensor]:

@@ -13,6 +13,7 @@ from torch import nn
 from unisono.leftovers.buffers import buffer_registries, commit_buffers, versions_of
 from unisono.primitives.change_tracking import DictSnapshot, fill
 from unisono.runtime import devices as _devices
+from unisono.runtime.streams import on_streams
 from unisono.runtime.torch_private import engine, foreach
 
 T = TypeVar("T")
@@ -56,7 +57,12 @@ class BuffersInBackward:
     Args:
         modules: of each replica; live_modules: those of which they are replicas, with their `names`.
         devices: one a replica; live_device: the live modules'.
+
+    Attributes:
+        streams: of forward, on which torch runs its checkpoints again, whichever streams backward is called on.
     """
+
+    streams: Sequence[torch.Stream] = ()
 
     def __init__(
         self,
@@ -116,43 +122,44 @@ class BuffersInBackward:
         """
         number = engine.number_of_backward()
         is_again = number == self._backward >= 0
-        others = self._passes_before(number) if _first_passes and not self._in_parts and not is_again else []
-        for other in others:
-            other._check_unchanged(self)
-        is_noted = repeats or others or self._others_wait()
-        state = self._state() if is_noted and not self._in_parts else None
-        if state is not None and is_again:
-            self._put_back(self._before)
-        now = self._now()
-        if not self._in_parts:
-            self._renew(now)
-        elif (name := self._changed_since_forward()) is not None:
-            raise RuntimeError(_CHANGED.format(name=name))
-        before = DictSnapshot(self._registries[0]) if self._reassigns else None
-        copies = self._copies_of_first()
-        versions = versions_of([own for own, _ in copies])
+        with on_streams(self.streams):
+            others = self._passes_before(number) if _first_passes and not self._in_parts and not is_again else []
+            for other in others:
+                other._check_unchanged(self)
+            is_noted = repeats or others or self._others_wait()
+            state = self._state() if is_noted and not self._in_parts else None
+            if state is not None and is_again:
+                self._put_back(self._before)
+            now = self._now()
+            if not self._in_parts:
+                self._renew(now)
+            elif (name := self._changed_since_forward()) is not None:
+                raise RuntimeError(_CHANGED.format(name=name))
+            before = DictSnapshot(self._registries[0]) if self._reassigns else None
+            copies = self._copies_of_first()
+            versions = versions_of([own for own, _ in copies])
         run(backward_of)
-        with torch.no_grad():
+        with torch.no_grad(), on_streams(self.streams):
             for (own, live), version in zip(copies, versions, strict=True):
                 if versions_of([own]) != [version]:
                     live.copy_(own)
-        if before is not None:  # what is reassigned again stays, without the history of a graph that is gone
-            changes = before.changes()
-            detached = {id(value): value.detach() for _, _, value in changes if isinstance(value, torch.Tensor)}
-            devices = self._devices[0], self._live_device
-            commit_buffers(changes, self._modules, self._live_modules, detached, *devices)
-        if state is not None and is_again:
-            self._put_back(state)
-        elif state is not None:
-            self._backward, self._before = number, state
-            _first_passes[id(self)] = self
-            engine.call_at_end_of_backward(self._forget)  # until then it is kept, if its graph is freed, too
-            self._cause = _OF_GRADIENTS if repeats else _OF_OUTPUT
-            for other in others:
-                if other._thread is not self._thread:
-                    self._check_unchanged(other)
-            if repeats and not self._changed():  # it may have come to no checkpoint
-                self._backward = -1
+            if before is not None:  # what is reassigned again stays, without the history of a graph that is gone
+                changes = before.changes()
+                detached = {id(value): value.detach() for _, _, value in changes if isinstance(value, torch.Tensor)}
+                devices = self._devices[0], self._live_device
+                commit_buffers(changes, self._modules, self._live_modules, detached, *devices)
+            if state is not None and is_again:
+                self._put_back(state)
+            elif state is not None:
+                self._backward, self._before = number, state
+                _first_passes[id(self)] = self
+                engine.call_at_end_of_backward(self._forget)  # until then it is kept, if its graph is freed, too
+                self._cause = _OF_GRADIENTS if repeats else _OF_OUTPUT
+                for other in others:
+                    if other._thread is not self._thread:
+                        self._check_unchanged(other)
+                if repeats and not self._changed():  # it may have come to no checkpoint
+                    self._backward = -1
 
     def _copies_of_first(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return the first replica's buffers that are copies, on another device, each with the live one."""

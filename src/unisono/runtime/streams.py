@@ -367,6 +367,24 @@ def current_streams_of(tensors: Sequence[torch.Tensor | None]) -> list[torch.Str
     return [stream for stream in map(current_stream, devices) if stream is not None]
 
 
+@contextmanager
+def on_streams(streams: Sequence[torch.Stream]) -> Iterator[None]:
+    """Make streams current within the context, which then wait for the calling thread's; afterwards those wait for them.
+
+    If they are current already, nothing is done.
+    """
+    here = _devices.current_streams([stream.device for stream in streams])
+    if here == [*streams]:
+        yield
+        return
+    for stream, other in zip(streams, here, strict=True):
+        _devices.wait_stream(stream, other)
+    with _devices.using(streams[0].device, streams):
+        yield
+    for stream, other in zip(streams, here, strict=True):
+        _devices.wait_stream(other, stream)
+
+
 def keep_for_reader(tensors: Iterable[torch.Tensor]) -> None:
     """Keep the memory of tensors, whichever streams they were made on, until the calling thread's are done with it."""
     streams: dict[torch.device, torch.Stream | None] = {}
