@@ -199,7 +199,7 @@ class Replicas:
         self._own_parameters = [parameter for replica in each for parameter in replica.own_parameters]
 
     def buffers_in_backward(self, source: torch.device) -> BuffersInBackward:
-        """Return what lets checkpoints of a forward that has just run read the live buffers, on `source`, in backward."""
+        """Return what lets checkpoints of the last forward read the live buffers, on `source`, in its backward."""
         if self._in_backward is None:
             modules = [replica.modules for replica in self.each]
             live, names = self._blueprint.modules, self._blueprint.names

@@ -369,7 +369,7 @@ def current_streams_of(tensors: Sequence[torch.Tensor | None]) -> list[torch.Str
 
 @contextmanager
 def on_streams(streams: Sequence[torch.Stream]) -> Iterator[None]:
-    """Make streams current within the context, which then wait for the calling thread's; afterwards those wait for them.
+    """Make streams current within the context: first they wait for the calling thread's, afterwards those for them.
 
     If they are current already, nothing is done.
     """
