@@ -1,5 +1,6 @@
 """One backward that leads to several forwards, models, or losses that left forward: ranks sum in one order."""
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -85,6 +86,11 @@ def forwards_in_turn(one: nn.Module, other: nn.Module, x: torch.Tensor) -> torch
     return first[1] + second[1] + third[1] + third[0]
 
 
+@loss
+def one_behind_the_other_twice(one: nn.Module, other: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return sum(number * other(one(x * number).tanh()).square().sum() for number in (1, 2))
+
+
 def compare(rank: int, name: str, **options: Any) -> None:
     pairs = [twins(lambda: Keeps().double(), loss="sum", **options) for _ in range(2)]
     for seed in range(NUM_STEPS):
@@ -112,10 +118,10 @@ def test_hooks_of_parameters(rank: int, options: dict) -> None:
     for model in models:
         model.module.first.weight.register_hook(called.append)
         model.module.first.weight.register_post_accumulate_grad_hook(lambda tensor: called.append(tensor.grad))
-    for seed in range(2):
+    for seed, name in itertools.product(range(NUM_STEPS), ("kept_by_two_models", "one_behind_the_other_twice")):
         for model in models:
             model.zero_grad()
-        LOSSES["kept_by_two_models"](*models, drawn(4, 5, seed=seed)).backward(**KEEP)
+        LOSSES[name](*models, drawn(4, 5, seed=seed)).backward(**KEEP)
         expected = [model.module.first.weight.grad for model in models for _ in range(2)]
         assert sorted(each.sum().item() for each in called) == sorted(each.sum().item() for each in expected)
         called.clear()

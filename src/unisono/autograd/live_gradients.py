@@ -219,8 +219,8 @@ class Collector:
             beside = self._contributions.pop(number, [])
             with timeline.during(timeline.REDUCE) if timeline.recording else _NOTHING:
                 found: Gradients = reduction.sum(self.joined(beside) if beside else [None] * len(self.live))
-            sums = order_of_sums.sums(number, self, [])
-            return reduce(_added, [found, *sums]) if sums else found
+            sums = order_of_sums.sums(number, self, [found], [])
+            return None if sums is None else reduce(_added, sums)
         of_boundaries = self._of_boundaries.pop(number, [])
         every = [gradients for gradients, all_reduce in of_boundaries if all_reduce is None]
         unsummed = [(gradients, all_reduce) for gradients, all_reduce in of_boundaries if all_reduce is not None]
@@ -234,10 +234,10 @@ class Collector:
             else:
                 every.append(joined)
         if self.over_ranks is not None:
-            sums = order_of_sums.sums(number, self, unsummed)
-            if sums is None and not every:
+            sums = order_of_sums.sums(number, self, every, unsummed)
+            if sums is None:
                 return None
-            every += sums or []
+            every = sums
         return reduce(_added, every) if every else [None] * len(self.live)
 
 

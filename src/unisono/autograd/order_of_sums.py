@@ -1,13 +1,15 @@
 """The order in which gradients of several forwards are summed over the ranks in one backward."""
 
+import operator
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial, reduce
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 
-from unisono.runtime.buckets import Gradients
+from unisono.runtime.buckets import Gradients, added
 from unisono.runtime.torch_private import engine, graph_nodes
 
 AllReduce: TypeAlias = Callable[[Gradients], Gradients]
@@ -46,19 +48,33 @@ class _Unsummed(NamedTuple):
     all_reduce: AllReduce
 
 
+class _Running:
+    """What one backward has brought so far, of all forwards."""
+
+    def __init__(self) -> None:
+        self.waiting: list[_Unsummed] = []
+        self.summed: list[tuple[int, Sequence[torch.Tensor], Gradients]] = []  # forward, live tensors, gradients
+
+    def take(self, live: Sequence[torch.Tensor]) -> list[Gradients]:
+        """Take the sums for some live tensors, in the order in which they are added: the latest forward's first."""
+        found = sorted([each for each in self.summed if _are_same(each[1], live)], key=lambda each: -each[0])
+        self.summed = [each for each in self.summed if not _are_same(each[1], live)]
+        return [gradients for _, _, gradients in found]
+
+
 class OneOrder:
     """Sums of several forwards over the ranks, of one model or of several, in one order on all of them.
 
     The order in which torch's engine comes to the LiveNodes of one backward depends on time, and on how a rank runs a
     forward; and sums that ranks begin in different orders never end. So the latest forward's gradients are summed
-    first: those of another one wait until the LiveNodes of all later ones have run that this backward reaches. The
-    LiveNode that has been waited for returns the gradients of its own live tensors; those of other live tensors go to
-    them in a backward of their own.
+    first: those of another one wait until the LiveNodes of all later ones have run that this backward reaches. The last
+    LiveNode of some live tensors returns the sums of all their forwards. If one still waits then, they go to the live
+    tensors in a backward of their own, all at once: hooks of a parameter see one gradient, as on one device.
     """
 
     def __init__(self) -> None:
         self._tokens: list[weakref.ref[torch.Tensor]] = []
-        self._waiting: dict[int, list[_Unsummed]] = {}  # by the number of the backward
+        self._running: dict[int, _Running] = {}  # by the number of the backward
         self._num_forwards = 0
         self._lock = threading.Lock()
 
@@ -79,36 +95,56 @@ class OneOrder:
         return not [each for each in self._to_come(number, collector) if _forward_of(each) > _forward_of(collector)]
 
     def sums(
-        self, number: int, collector: Summand, unsummed: Sequence[tuple[Gradients, AllReduce]]
+        self,
+        number: int,
+        collector: Summand,
+        summed: Sequence[Gradients],
+        unsummed: Sequence[tuple[Gradients, AllReduce]],
     ) -> list[Gradients] | None:
-        """Return the sums of backward `number` that can be had by now; None if a later LiveNode will have them."""
-        if not unsummed and number not in self._waiting:
-            return []
-        for failed in sorted(self._waiting)[:-MOST_WAITING]:
-            self._waiting.pop(failed, None)
-        live, found = collector.live, list[Gradients]()
-        self._waiting.setdefault(number, []).extend(_Unsummed(_forward_of(collector), live, *each) for each in unsummed)
-        while (each := self._take_next(number, collector)) is not None:
-            if each.live is not live and (torch.is_grad_enabled() or engine.backward_is_restricted()):
+        """Return the sums for the live tensors whose LiveNode runs, in backward `number`; None if they get them later.
+
+        Args:
+            summed: over the ranks, of this forward.
+            unsummed: what is still to be summed, and how.
+        """
+        live, forward, running = collector.live, _forward_of(collector), self._running.get(number)
+        if running is None:
+            if not unsummed and (len(self._tokens) == 1 or not self._comes_again(number, collector, live)):
+                return [*summed]
+            running = self._running[number] = _Running()
+            engine.call_at_end_of_backward(partial(self._running.pop, number, None))
+            for failed in sorted(self._running)[:-MOST_WAITING]:
+                self._running.pop(failed, None)
+        running.waiting += [_Unsummed(forward, live, *each) for each in unsummed]
+        running.summed += [(forward, live, gradients) for gradients in summed]
+        while (each := self._take_next(running, number, collector)) is not None:
+            is_own = _are_same(each.live, live)
+            if not is_own and (torch.is_grad_enabled() or engine.backward_is_restricted()):
                 raise RuntimeError(_SEVERAL_MODELS)
-            gradients = each.all_reduce(each.gradients)
-            if each.live is live:
-                found.append(gradients)
-            else:
+            running.summed.append((each.forward, each.live, each.all_reduce(each.gradients)))
+            if not is_own and self._has_all(running, number, collector, each.live):
                 # Meanwhile torch may run other LiveNodes in this thread. For these this one is still to come: what they
                 # have waits, and is taken next.
-                _add_to(each.live, gradients)
-            del each, gradients
-        if self._waiting.get(number) and unsummed and not found:
-            if not [other for other in self._to_come(number, collector) if other.live is live]:
-                graph_nodes.skip_hooks_without_gradient(live)  # a backward of their own calls hooks
-            return None
+                _add_to(each.live, reduce(_added, running.take(each.live)))
+            del each
+        found = running.take(live) if self._has_all(running, number, collector, live) else None
+        if found is None and not self._comes_again(number, collector, live):
+            graph_nodes.skip_hooks_without_gradient(live)  # a backward of their own calls hooks
         return found
 
-    def _take_next(self, number: int, collector: Summand) -> _Unsummed | None:
+    def _has_all(self, running: _Running, number: int, collector: Summand, live: Sequence[torch.Tensor]) -> bool:
+        """Return whether all gradients of some live tensors are summed that this backward brings."""
+        waits = any(_are_same(each.live, live) for each in running.waiting)
+        return not waits and not self._comes_again(number, collector, live)
+
+    def _comes_again(self, number: int, collector: Summand, live: Sequence[torch.Tensor]) -> bool:
+        """Return whether another LiveNode of some live tensors is still to run in this backward."""
+        others = self._to_come(number, collector)
+        return any(other.over_ranks is not None and _are_same(other.live, live) for other in others)
+
+    def _take_next(self, running: _Running, number: int, collector: Summand) -> _Unsummed | None:
         """Take what waits and is summed next; None: nothing waits, or this backward will come to a later forward."""
-        if not (waiting := self._waiting.get(number)):
-            self._waiting.pop(number, None)  # all is summed
+        if not (waiting := running.waiting):
             return None
         place = max(range(len(waiting)), key=lambda place: waiting[place].forward)
         latest = max(map(_forward_of, self._to_come(number, collector)), default=0)
@@ -116,12 +152,21 @@ class OneOrder:
 
     def _to_come(self, number: int, collector: Summand) -> list[Summand]:
         """Return the collectors whose LiveNodes backward `number`, which runs, has still to come to, but for one."""
-        others = [node.collector for node in self._live_nodes() if _will_run(node, number)]
-        return [other for other in others if other is not collector]
+        others = [node for node in self._live_nodes() if node.collector is not collector]
+        return [node.collector for node in others if _will_run(node, number)]
 
     def _live_nodes(self) -> list[Any]:
         tokens = [ref() for ref in self._tokens]
         return [token.grad_fn for token in tokens if token is not None and token.grad_fn is not None]
+
+
+def _are_same(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> bool:
+    """Return whether two forwards have the same live tensors; the lists are two if the module has changed between."""
+    return one is other or (len(one) == len(other) and all(map(operator.is_, one, other)))
+
+
+def _added(one: Gradients, other: Gradients) -> Gradients:
+    return [*map(added, one, other)]
 
 
 def _add_to(live: Sequence[torch.Tensor], gradients: Gradients) -> None:
