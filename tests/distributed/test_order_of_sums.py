@@ -11,8 +11,10 @@ from torch.utils.checkpoint import checkpoint
 
 from helpers.comparisons import assert_same_gradients
 from helpers.contract import ON_CPU
+from helpers.modules import Calls
 from helpers.ranks import drawn, on_two_ranks, run_on_devices, run_ranks
 from helpers.twins import rows_of, twins
+from unisono.runtime.thread_pool import inside_replica
 
 SIZES = (4, 9)
 NUM_STEPS = 6 if ON_CPU else 40  # on accelerators, threads decide in which order torch comes to the forwards
@@ -209,3 +211,25 @@ def in_other_ways(rank: int, name: str) -> None:
 def test_one_rank_runs_a_forward_in_another_way(name: str) -> None:
     """C1, C4: each sums as often, and in the same order; in eval mode forwards have no numbers that would tell."""
     run_ranks(2, in_other_ways, name)
+
+
+@on_two_ranks(1)
+def test_second_derivatives_where_one_rank_runs_in_parts(rank: int, options: dict) -> None:
+    """C5, F11: there no output lies on the way to another, and backward comes to other boundaries."""
+
+    def forward(net: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = net.first(x)
+        if rank and inside_replica() and torch.is_grad_enabled() and len(x) > 5:
+            raise torch.OutOfMemoryError("as is meant")
+        return net.last(hidden.tanh()), hidden
+
+    layers = {"first": nn.Linear(5, 5), "last": nn.Linear(5, 3)}
+    model, oracle = twins(lambda: Calls(forward, **layers).double(), rescue=True, **options)
+    for seed in range(3):
+        x = drawn(sum(SIZES), 5, seed=seed)
+        for module, rows in ((model, x[rows_of(rank, SIZES)]), (oracle, x)):
+            module.zero_grad()
+            loss = sum(output.square().mean() for output in module(rows))
+            gradients = torch.autograd.grad(loss, [*module.parameters()], create_graph=True)
+            sum(gradient.square().sum() for gradient in gradients).backward()
+        assert_same_gradients(model.module, oracle, rtol=1e-9)
