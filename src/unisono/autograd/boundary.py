@@ -272,14 +272,10 @@ def _backward(ctx: Any, incoming: _Incoming) -> tuple[torch.Tensor | None, ...]:
 def _sums_over_ranks(
     graphs: ReplicaGraphs, live_node: Any
 ) -> tuple[RankReduction | None, Callable[[Gradients], Gradients] | None]:
-    """Return what sums full buckets over the ranks at once; or what sums all later, where others are summed before.
-
-    Derivatives of higher order are summed later, too: a backward may come to several boundaries of one forward, in a
-    rank that runs it in parts to others than in one that does not.
-    """
+    """Return what sums full buckets over the ranks at once; or, where others are summed before, what sums all later."""
     parameters, sync_context = graphs.parameters, graphs.sync_context
     assert sync_context is not None  # else there is no node whose gradients are to be summed
-    if not graphs.keep and order_of_sums.is_next(parameters.collector):
+    if order_of_sums.is_next(parameters.collector):
         return sync_context.begin(parameters.live, live_node, parameters.plan), None
     return None, partial(sync_context.sum, parameters.live, live_node)
 

@@ -224,13 +224,11 @@ class Collector:
         of_boundaries = self._of_boundaries.pop(number, [])
         every = [gradients for gradients, all_reduce in of_boundaries if all_reduce is None]
         unsummed = [(gradients, all_reduce) for gradients, all_reduce in of_boundaries if all_reduce is not None]
-        if len(unsummed) > 1:  # every rank begins one sum a forward, to however many of its boundaries backward comes
-            unsummed = [(reduce(_added, [gradients for gradients, _ in unsummed]), unsummed[0][1])]
         if (contributions := self._contributions.pop(number, None)) is not None:
             joined = self.joined(contributions)
             if unsummed:
-                [(gradients, all_reduce)] = unsummed
-                unsummed = [([*map(added, gradients, joined)], all_reduce)]
+                (gradients, all_reduce), *others = unsummed
+                unsummed = [([*map(added, gradients, joined)], all_reduce), *others]
             elif self.over_ranks is not None:
                 unsummed = [(joined, partial(self.over_ranks.sum, live_node))]
             else:

@@ -514,6 +514,8 @@ class Step:
         parameters.sum_over_ranks(call.sync_context)
         if captured.has_checkpoint:
             self._buffers_in_backward = self._replicas.buffers_in_backward(self._pool.source)
+        # Another rank may have run out of memory, and ranks come to as many boundaries.
+        may_be_in_parts = self._is_in_parts or (plan.rescue and call.sync_context is not None)
         return ReplicaGraphs(
             timings=self.timings,
             where=plan.names,
@@ -534,7 +536,7 @@ class Step:
             sync_context=call.sync_context,
             replay=None if self._is_run_again else self._replay,
             recording=self._recording,
-            why_no_paths=_AS_GRAPHS if self._graphed else _IN_PARTS if self._is_in_parts else "",
+            why_no_paths=_AS_GRAPHS if self._graphed else _IN_PARTS if may_be_in_parts else "",
             buffers=self._buffers_in_backward,
             levels=captured.paths.levels or [0] * len(outputs),
             on_way=dict.fromkeys(captured.paths.on_way) if captured.paths.on_way else {},
