@@ -14,7 +14,7 @@ import torch
 
 from unisono.runtime import devices as _devices
 from unisono.runtime import timeline
-from unisono.runtime.buckets import Bucket, BucketPlan, Gradients, added, is_plain
+from unisono.runtime.buckets import Bucket, BucketPlan, Gradients, added, all_added, is_plain
 from unisono.runtime.streams import Copies, Made, current_streams_of, wait_for_makers
 from unisono.runtime.torch_private import foreach, tensor_objects
 
@@ -256,7 +256,7 @@ def _sum(total: _Listed, part: _Listed) -> _Listed:
             foreach.add_all_in_place(mine, others)  # type: ignore[arg-type]
             return total
         return _Listed([*foreach.add_all(mine, others)], True)  # type: ignore[arg-type]
-    return _Listed([*map(added, mine, others)], False)
+    return _Listed(all_added(mine, others), False)
 
 
 def _can_be_added(mine: Gradients, others: Gradients) -> bool:

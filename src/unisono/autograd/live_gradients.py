@@ -45,7 +45,7 @@ from unisono.autograd.gradient_sums import Contribution
 from unisono.autograd.order_of_sums import MOST_WAITING, AllReduce, OverRanks, order_of_sums
 from unisono.runtime import devices as _devices
 from unisono.runtime import timeline
-from unisono.runtime.buckets import BucketPlan, Gradients, added
+from unisono.runtime.buckets import BucketPlan, Gradients, added, all_added
 from unisono.runtime.interrupts import uninterruptible
 from unisono.runtime.torch_private import engine, graph_nodes, tensor_objects
 from unisono.runtime.tracebacks import without_own_frames
@@ -220,7 +220,7 @@ class Collector:
             with timeline.during(timeline.REDUCE) if timeline.recording else _NOTHING:
                 found: Gradients = reduction.sum(self.joined(beside) if beside else [None] * len(self.live))
             sums = order_of_sums.sums(number, self, [found], [])
-            return None if sums is None else reduce(_added, sums)
+            return None if sums is None else reduce(all_added, sums)
         of_boundaries = self._of_boundaries.pop(number, [])
         every = [gradients for gradients, all_reduce in of_boundaries if all_reduce is None]
         unsummed = [(gradients, all_reduce) for gradients, all_reduce in of_boundaries if all_reduce is not None]
@@ -228,7 +228,7 @@ class Collector:
             joined = self.joined(contributions)
             if unsummed:
                 (gradients, all_reduce), *others = unsummed
-                unsummed = [([*map(added, gradients, joined)], all_reduce), *others]
+                unsummed = [(all_added(gradients, joined), all_reduce), *others]
             elif self.over_ranks is not None:
                 unsummed = [(joined, partial(self.over_ranks.sum, live_node))]
             else:
@@ -238,14 +238,10 @@ class Collector:
             if sums is None:
                 return None
             every = sums
-        return reduce(_added, every) if every else [None] * len(self.live)
+        return reduce(all_added, every) if every else [None] * len(self.live)
 
 
 collectors_with_nodes: "weakref.WeakValueDictionary[int, Collector]" = weakref.WeakValueDictionary()
-
-
-def _added(one: Gradients, other: Gradients) -> Gradients:
-    return [*map(added, one, other)]
 
 
 def token_of(collector: Collector) -> torch.Tensor:

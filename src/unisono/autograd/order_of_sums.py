@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 
-from unisono.runtime.buckets import Gradients, added
+from unisono.runtime.buckets import Gradients, all_added
 from unisono.runtime.torch_private import engine, graph_nodes
 
 AllReduce: TypeAlias = Callable[[Gradients], Gradients]
@@ -125,7 +125,7 @@ class OneOrder:
             if not is_own and self._has_all(running, number, collector, each.live):
                 # Meanwhile torch may run other LiveNodes in this thread. For these this one is still to come: what they
                 # have waits, and is taken next.
-                _add_to(each.live, reduce(_added, running.take(each.live)))
+                _add_to(each.live, reduce(all_added, running.take(each.live)))
             del each
         found = running.take(live) if self._has_all(running, number, collector, live) else None
         if found is None and not self._comes_again(number, collector, live):
@@ -163,10 +163,6 @@ class OneOrder:
 def _are_same(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> bool:
     """Return whether two forwards have the same live tensors; the lists are two if the module has changed between."""
     return one is other or (len(one) == len(other) and all(map(operator.is_, one, other)))
-
-
-def _added(one: Gradients, other: Gradients) -> Gradients:
-    return [*map(added, one, other)]
 
 
 def _add_to(live: Sequence[torch.Tensor], gradients: Gradients) -> None:

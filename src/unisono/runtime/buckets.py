@@ -210,6 +210,11 @@ def added(one: torch.Tensor | None, other: MaybeTensor) -> MaybeTensor:
     return torch.add(other, one) if one.is_sparse else torch.add(one, other)
 
 
+def all_added(one: Gradients, other: Gradients) -> Gradients:
+    """Return the sums of two lists of gradients."""
+    return [*map(added, one, other)]
+
+
 def dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:
     """Return the strides of a copy without gaps: the tensor's own where it has none, else in the same order of axes."""
     if tensor.is_contiguous() or (tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)):
