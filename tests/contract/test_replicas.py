@@ -192,8 +192,12 @@ def test_hooks_of_a_parameter_that_no_replica_used(wrap: Wrap) -> None:
             root.zero_grad()
             loss_of(module(x, torch.full((6,), used))).backward()
             assert (root.first.weight.grad is not None) == used
+        for both in ((False, True), (True, False)):  # one of two forwards uses it
+            root.zero_grad()
+            sum(loss_of(module(x, torch.full((6,), used))) for used in both).backward()
         calls.append((seen, accumulated, together))
-    assert calls[1] == calls[0] == ([True], [True], [[False, True], [True, True], [False, True]])
+    of_all = [[False, True], [True, True], [False, True], [True, True], [True, True]]
+    assert calls[1] == calls[0] == ([True] * 3, [True] * 3, of_all)
 
 
 def test_another_method_is_called_in_parallel(wrap: Wrap) -> None:

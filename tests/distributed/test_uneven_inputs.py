@@ -144,6 +144,18 @@ def test_without_rows_a_model_takes_part_behind_another(rank: int, options: dict
         assert_same_gradients(model.module, oracle, rtol=1e-12, atol=1e-14)
 
 
+@on_two_ranks(1)
+def test_without_rows_a_sparse_input_gets_a_gradient(rank: int, options: dict) -> None:
+    """C2, C5"""
+    model, oracle = twins(
+        lambda: Calls(lambda net, x: torch.sparse.mm(x, net.w), w=nn.Parameter(torch.ones(4, 2).double())), **options
+    )
+    x = drawn(5, 4)
+    for module, rows in ((model, x[rows_of(rank, (5, 0))]), (oracle, x)):
+        module(rows.to_sparse().requires_grad_()).square().mean().backward()
+    assert_same_gradients(model.module, oracle, rtol=1e-12, atol=1e-14)
+
+
 def find_in_samples(rank: int, **options: Any) -> list[list[str]]:
     def forward(module: nn.Module, names: list[str]) -> tuple[torch.Tensor, unisono.SampleList[str]]:
         return module.layer(torch.ones(len(names), 1)), unisono.SampleList(names)

@@ -1135,7 +1135,8 @@ def test_a_wrapper_with_fewer_than_two_replicas_is_compared_with_two(no_accelera
         assert report.same is sync_batch_norm
         assert report.explained is not sync_batch_norm
         assert any("replicas on cpu, cpu" in note for note in report.notes)
-    assert verify(DataParallel(DataParallel(mlp(), device_ids), device_ids), ROWS, show=False).same
+    inner = DataParallel(with_batch_norm(), device_ids, sync_batch_norm=True)
+    assert verify(DataParallel(inner, device_ids), ROWS, show=False).same
 
 
 class OwnGather(DataParallel):

@@ -202,7 +202,7 @@ class Collector:
         """Return the gradient of each live tensor, from the boundary and from losses that left forward otherwise.
 
         None for each in a backward that only passes here because it cannot stop at the token. None if another LiveNode
-        of this backward returns them.
+        of this backward returns them, or they get them in a backward of their own.
 
         Args:
             live_node: the node whose backward runs.

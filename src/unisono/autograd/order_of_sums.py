@@ -4,7 +4,7 @@ import operator
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from functools import partial, reduce
+from functools import reduce
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
@@ -48,18 +48,29 @@ class _Unsummed(NamedTuple):
     all_reduce: AllReduce
 
 
-class _Running:
+class _Sum(NamedTuple):
+    """Gradients of one forward, summed over the ranks."""
+
+    forward: int
+    live: Sequence[torch.Tensor]
+    gradients: Gradients
+
+
+class _Brought:
     """What one backward has brought so far, of all forwards."""
 
     def __init__(self) -> None:
         self.waiting: list[_Unsummed] = []
-        self.summed: list[tuple[int, Sequence[torch.Tensor], Gradients]] = []  # forward, live tensors, gradients
+        self.summed: list[_Sum] = []
 
     def take(self, live: Sequence[torch.Tensor]) -> list[Gradients]:
         """Take the sums for some live tensors, in the order in which they are added: the latest forward's first."""
-        found = sorted([each for each in self.summed if _are_same(each[1], live)], key=lambda each: -each[0])
-        self.summed = [each for each in self.summed if not _are_same(each[1], live)]
-        return [gradients for _, _, gradients in found]
+        found = sorted([each for each in self.summed if _are_same(each.live, live)], key=lambda each: -each.forward)
+        self.summed = [each for each in self.summed if not _are_same(each.live, live)]
+        return [each.gradients for each in found]
+
+    def end(self) -> None:
+        """Note that the backward has ended. Until then, or until it has failed, torch's engine keeps this."""
 
 
 class OneOrder:
@@ -69,12 +80,14 @@ class OneOrder:
     forward; and sums that ranks begin in different orders never end. So the latest forward's gradients are summed
     first: those of another one wait until the LiveNodes of all later ones have run that this backward reaches. The last
     LiveNode of some live tensors returns the sums of all their forwards. If one still waits then, they go to the live
-    tensors in a backward of their own, all at once: hooks of a parameter see one gradient, as on one device.
+    tensors in a backward of their own, all at once. So hooks of a parameter see one gradient, as on one device, if the
+    forwards have the same live tensors; not if one has frozen some, or two models share some.
     """
 
     def __init__(self) -> None:
         self._tokens: list[weakref.ref[torch.Tensor]] = []
-        self._running: dict[int, _Running] = {}  # by the number of the backward
+        # By the number of the backward.
+        self._brought: weakref.WeakValueDictionary[int, _Brought] = weakref.WeakValueDictionary()
         self._num_forwards = 0
         self._lock = threading.Lock()
 
@@ -107,34 +120,32 @@ class OneOrder:
             summed: over the ranks, of this forward.
             unsummed: what is still to be summed, and how.
         """
-        live, forward, running = collector.live, _forward_of(collector), self._running.get(number)
-        if running is None:
+        live, forward, brought = collector.live, _forward_of(collector), self._brought.get(number)
+        if brought is None:
             if not unsummed and (len(self._tokens) == 1 or not self._comes_again(number, collector, live)):
                 return [*summed]
-            running = self._running[number] = _Running()
-            engine.call_at_end_of_backward(partial(self._running.pop, number, None))
-            for failed in sorted(self._running)[:-MOST_WAITING]:
-                self._running.pop(failed, None)
-        running.waiting += [_Unsummed(forward, live, *each) for each in unsummed]
-        running.summed += [(forward, live, gradients) for gradients in summed]
-        while (each := self._take_next(running, number, collector)) is not None:
+            brought = self._brought[number] = _Brought()
+            engine.call_at_end_of_backward(brought.end)
+        brought.waiting += [_Unsummed(forward, live, *each) for each in unsummed]
+        brought.summed += [_Sum(forward, live, gradients) for gradients in summed]
+        while (each := self._take_next(brought, number, collector)) is not None:
             is_own = _are_same(each.live, live)
             if not is_own and (torch.is_grad_enabled() or engine.backward_is_restricted()):
                 raise RuntimeError(_SEVERAL_MODELS)
-            running.summed.append((each.forward, each.live, each.all_reduce(each.gradients)))
-            if not is_own and self._has_all(running, number, collector, each.live):
+            brought.summed.append(_Sum(each.forward, each.live, each.all_reduce(each.gradients)))
+            if not is_own and self._has_all(brought, number, collector, each.live):
                 # Meanwhile torch may run other LiveNodes in this thread. For these this one is still to come: what they
                 # have waits, and is taken next.
-                _add_to(each.live, reduce(all_added, running.take(each.live)))
+                _add_to(each.live, reduce(all_added, brought.take(each.live)))
             del each
-        found = running.take(live) if self._has_all(running, number, collector, live) else None
+        found = brought.take(live) if self._has_all(brought, number, collector, live) else None
         if found is None and not self._comes_again(number, collector, live):
             graph_nodes.skip_hooks_without_gradient(live)  # a backward of their own calls hooks
         return found
 
-    def _has_all(self, running: _Running, number: int, collector: Summand, live: Sequence[torch.Tensor]) -> bool:
+    def _has_all(self, brought: _Brought, number: int, collector: Summand, live: Sequence[torch.Tensor]) -> bool:
         """Return whether all gradients of some live tensors are summed that this backward brings."""
-        waits = any(_are_same(each.live, live) for each in running.waiting)
+        waits = any(_are_same(each.live, live) for each in brought.waiting)
         return not waits and not self._comes_again(number, collector, live)
 
     def _comes_again(self, number: int, collector: Summand, live: Sequence[torch.Tensor]) -> bool:
@@ -142,9 +153,9 @@ class OneOrder:
         others = self._to_come(number, collector)
         return any(other.over_ranks is not None and _are_same(other.live, live) for other in others)
 
-    def _take_next(self, running: _Running, number: int, collector: Summand) -> _Unsummed | None:
+    def _take_next(self, brought: _Brought, number: int, collector: Summand) -> _Unsummed | None:
         """Take what waits and is summed next; None: nothing waits, or this backward will come to a later forward."""
-        if not (waiting := running.waiting):
+        if not (waiting := brought.waiting):
             return None
         place = max(range(len(waiting)), key=lambda place: waiting[place].forward)
         latest = max(map(_forward_of, self._to_come(number, collector)), default=0)

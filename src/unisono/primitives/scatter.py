@@ -459,9 +459,9 @@ class Arguments:
         return self._mapped(like, rows)
 
     def with_rows_of(self, other: "Arguments") -> "Arguments":
-        """Return these arguments, which have no rows, with those of others: of the same dtypes, and differentiable.
+        """Return these arguments, which have no rows, with those of others, in the dtypes of these.
 
-        The backward of other wrappers, whose outputs these arguments are, runs as in the ranks with rows.
+        They are linked to these, which get gradients without entries: what has made them takes part in backward.
         """
         values = iter(other.leaves)
 
@@ -472,7 +472,7 @@ class Arguments:
             if axis is None or not leaf.dim() or not isinstance(value, torch.Tensor):
                 return leaf
             value = value.detach().to(leaf.dtype)
-            return (value + leaf.sum().to(value.device)).requires_grad_() if leaf.requires_grad else value
+            return _StandIn.apply(value, leaf).requires_grad_() if leaf.requires_grad else value  # type: ignore[no-untyped-call]
 
         return self._mapped(replaced, other.rows)
 
@@ -495,6 +495,19 @@ class Arguments:
         following = iter(leaves)
         inputs = pytree.unflatten(of_inputs, following, rebuild_all=rebuild_all)
         return inputs, pytree.unflatten(of_kwargs, following, rebuild_all=rebuild_all)
+
+
+class _StandIn(torch.autograd.Function):
+    """Rows in the place of those that a tensor does not have: `apply(rows, tensor)` returns them."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+        ctx.tensor = tensor.detach()
+        return rows.detach()
+
+    @staticmethod
+    def backward(ctx: Any, _: torch.Tensor) -> tuple[None, torch.Tensor]:
+        return None, torch.zeros_like(ctx.tensor)
 
 
 def _num_tensors(spec: pytree.Spec) -> int:

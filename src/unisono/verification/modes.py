@@ -417,7 +417,7 @@ def _wrongly_split(
 def _arguments(many: RecordedStep, steps: Steps) -> Arguments:
     """Return what the wrapper is called with: the inputs of the example, or what the caller's `step` gives it."""
     wrapped = steps.wrapped
-    inputs, kwargs = many.given[0] if many.given else steps.example.fresh_inputs()
+    inputs, kwargs = many.given or steps.example.fresh_inputs()
     return Arguments(inputs, kwargs, wrapped.dim).find_rows(wrapped.in_dims, wrapped.module.forward)
 
 

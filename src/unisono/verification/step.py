@@ -116,7 +116,7 @@ class RecordedStep:
     marked: set[str] = field(default_factory=set)  # what it has left on tensors and in inputs, and does not return
     left: dict[Left, Sequence[str]] = field(default_factory=lambda: dict.fromkeys(Left, ()))  # behind, by forward
     rows: Sequence[int] = ()  # of each replica; one entry on one device, empty if not known
-    given: list[tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)  # to the wrapper, by `step`
+    given: tuple[tuple[Any, ...], dict[str, Any]] | None = None  # by the caller's `step`, to the wrapper at first
     error: ValueError | None = None  # why the replicas' outputs could not be gathered
     no_gradients: str = ""  # why the backward failed
     switched_off: Sequence[str] = ()  # the operations that would have drawn
@@ -194,7 +194,7 @@ def take_step(
     watch = (lambda: RandomState(generators).moved) if like is None else (lambda: lambda: False)
     step = RecordedStep(CallRecorder(watch), attributes_before=numbers_in(module), contents_before=contents_in(module))
     if isinstance(model, DataParallel) and example.step is not None:
-        model.register_forward_pre_hook(lambda _, args, kwargs: step.given.append((args, kwargs)), with_kwargs=True)
+        model.register_forward_pre_hook(functools.partial(_note_given, step), with_kwargs=True)
     off, before = DrawsOff(least), RandomState(generators)
     attributes, marks = attributes_in(module), marks_on(module, args, kwargs)
     with step.recorder.attached(module) if record else contextlib.nullcontext(), off:
@@ -230,6 +230,11 @@ def take_step(
         step.left = {kind: [*names] for kind, names in model._step_memory.first_steps.leftovers.found.items()}
     _record_state(step, module, original)
     return step
+
+
+def _note_given(step: RecordedStep, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if step.given is None:
+        step.given = args, kwargs
 
 
 def _run_forward(step: RecordedStep, run: Callable[[], Any], num_inputs: int, *, on_one_device: bool) -> Any:

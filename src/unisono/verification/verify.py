@@ -234,6 +234,8 @@ def _wrap(
             raise ValueError(
                 "this wrapper spans several processes, but verify compares within one. Write verify(model.module)"
             )
+        while len(model.devices) < 2 and isinstance(model.module, DataParallel):
+            model = model.module
         if len(model.devices) > 1:
             return model
         options = {name: getattr(model, name) for name in ("scalars", "in_dims", "out_dims", "sync_batch_norm")}

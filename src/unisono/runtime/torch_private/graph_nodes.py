@@ -89,18 +89,27 @@ class _IfGiven:
 
 
 class _IfAccumulated:
-    """A hook for what has been accumulated in a leaf's `grad`, which is not called in `skipped` backwards."""
+    """A hook for what is accumulated in a leaf's `grad`.
+
+    Attributes:
+        before: the state of `grad` in backwards, by number, in which perhaps nothing is accumulated. Nothing was, if it
+            is the same when torch calls the hook.
+    """
 
     def __init__(self, hook: Callable[[torch.Tensor], Any]) -> None:
         self._hook = hook
-        self.skipped: set[int] = set()
+        self.before: dict[int, tuple[int, int]] = {}
 
     def __call__(self, leaf: torch.Tensor) -> Any:
-        number = number_of_backward()
-        if number in self.skipped:
-            self.skipped.remove(number)
-            return None
-        return self._hook(leaf)
+        before = self.before.pop(number_of_backward(), None)
+        found = None if before == _state_of_grad(leaf) else self._hook(leaf)
+        self.before = dict.fromkeys(self.before, _state_of_grad(leaf))  # of backwards around this one
+        return found
+
+
+def _state_of_grad(leaf: torch.Tensor) -> tuple[int, int]:
+    """Return what changes when something is accumulated in a leaf's `grad`."""
+    return (0, 0) if leaf.grad is None else (id(leaf.grad), leaf.grad._version)
 
 
 def skip_hooks_without_gradient(leaves: Iterable[torch.Tensor]) -> None:
@@ -118,7 +127,7 @@ def skip_hooks_without_gradient(leaves: Iterable[torch.Tensor]) -> None:
             ours = hook if isinstance(hook, _IfAccumulated) else _IfAccumulated(hook)
             if key in hooks:
                 hooks[key] = ours
-                ours.skipped.add(number_of_backward())
+                ours.before[number_of_backward()] = _state_of_grad(leaf)
 
 
 def call_with_gradient_only(hooks: dict[int, Any]) -> None:
