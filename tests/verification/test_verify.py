@@ -480,11 +480,12 @@ def test_class_weights_of_a_criterion_are_widened() -> None:
     assert any(row.precision == "float64" for row in report.rows)
 
 
-def test_parts_of_one_memory_are_compared_in_the_models_own_type() -> None:
-    """Each would get memory of its own."""
-    model = calls(lambda self, x: centered(self.layers[0](x)) * self.first, nn.Linear(5, 5))
-    model.table = nn.Buffer(torch.ones(2, 5))
-    model.first = model.table[0]
+@pytest.mark.parametrize("start", [0, 4])
+def test_parts_of_one_memory_are_compared_in_the_models_own_type(start: int) -> None:
+    """Each would get memory of its own, also if they have one number in common."""
+    model = calls(lambda self, x: centered(self.layers[0](x)) * self.last, nn.Linear(5, 5))
+    memory = torch.ones(9)
+    model.table, model.last = nn.Buffer(memory[:5]), memory[start : start + 5]
     report = compared(model, ROWS)
     assert report.cause is Cause.ROWS_INTERACT
     assert any("share memory" in note for note in report.notes)
