@@ -35,17 +35,17 @@ import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from functools import partial, reduce
+from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple, NoReturn, Protocol, TypeAlias
 
 import torch
 
 from unisono.autograd.gradient_sums import Contribution
-from unisono.autograd.order_of_sums import MOST_WAITING, AllReduce, OverRanks, order_of_sums
+from unisono.autograd.order_of_sums import AllReduce, OverRanks, order_of_sums
 from unisono.runtime import devices as _devices
 from unisono.runtime import timeline
-from unisono.runtime.buckets import BucketPlan, Gradients, added, all_added
+from unisono.runtime.buckets import BucketPlan, Gradients, added, all_added, total
 from unisono.runtime.interrupts import uninterruptible
 from unisono.runtime.torch_private import engine, graph_nodes, tensor_objects
 from unisono.runtime.tracebacks import without_own_frames
@@ -62,6 +62,8 @@ _PICKLED = (
 # next forward's boundary, whose gradients would need memory beside its own.
 _FIRST = 1 << 62
 
+
+_MOST_WAITING = 16  # backwards, each in a thread of its own; more are of backwards that have failed
 
 # What gets the gradients of a backward of the boundary, by collector.
 Receivers: TypeAlias = "dict[Collector, Receiver]"
@@ -183,7 +185,7 @@ class Collector:
     def drop(self) -> None:
         """Forget what backwards that have failed have left. One of another thread may still be on its way here."""
         for left in (self._of_boundaries, self._contributions, self.backwards):
-            for failed in [*left][:-MOST_WAITING]:  # the oldest ones
+            for failed in [*left][:-_MOST_WAITING]:  # the oldest ones
                 left.pop(failed, None)
 
     def joined(self, contributions: Iterable[Contribution]) -> Gradients:
@@ -219,8 +221,7 @@ class Collector:
             beside = self._contributions.pop(number, [])
             with timeline.during(timeline.REDUCE) if timeline.recording else _NOTHING:
                 found: Gradients = reduction.sum(self.joined(beside) if beside else [None] * len(self.live))
-            sums = order_of_sums.sums(number, self, [found], [])
-            return None if sums is None else reduce(all_added, sums)
+            return order_of_sums.sums(number, self, [found], [])
         of_boundaries = self._of_boundaries.pop(number, [])
         every = [gradients for gradients, all_reduce in of_boundaries if all_reduce is None]
         unsummed = [(gradients, all_reduce) for gradients, all_reduce in of_boundaries if all_reduce is not None]
@@ -234,11 +235,8 @@ class Collector:
             else:
                 every.append(joined)
         if self.over_ranks is not None:
-            sums = order_of_sums.sums(number, self, every, unsummed)
-            if sums is None:
-                return None
-            every = sums
-        return reduce(all_added, every) if every else [None] * len(self.live)
+            return order_of_sums.sums(number, self, every, unsummed)
+        return total(every, len(self.live))
 
 
 collectors_with_nodes: "weakref.WeakValueDictionary[int, Collector]" = weakref.WeakValueDictionary()

@@ -4,12 +4,11 @@ import operator
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from functools import reduce
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 
-from unisono.runtime.buckets import Gradients, all_added
+from unisono.runtime.buckets import Gradients, total
 from unisono.runtime.torch_private import engine, graph_nodes
 
 AllReduce: TypeAlias = Callable[[Gradients], Gradients]
@@ -20,8 +19,6 @@ _SEVERAL_MODELS = (
     "their gradients are summed together. Return the tensor from forward; or call backward for one model at "
     "a time."
 )
-
-MOST_WAITING = 16  # backwards, each in a thread of its own; more are of backwards that have failed
 
 
 class OverRanks(NamedTuple):
@@ -63,11 +60,11 @@ class _Brought:
         self.waiting: list[_Unsummed] = []
         self.summed: list[_Sum] = []
 
-    def take(self, live: Sequence[torch.Tensor]) -> list[Gradients]:
-        """Take the sums for some live tensors, in the order in which they are added: the latest forward's first."""
+    def take(self, live: Sequence[torch.Tensor]) -> Gradients:
+        """Take the sums for some live tensors, and add them: the latest forward's first."""
         found = sorted([each for each in self.summed if _are_same(each.live, live)], key=lambda each: -each.forward)
         self.summed = [each for each in self.summed if not _are_same(each.live, live)]
-        return [each.gradients for each in found]
+        return total([each.gradients for each in found], len(live))
 
     def end(self) -> None:
         """Note that the backward has ended. Until then, or until it has failed, torch's engine keeps this."""
@@ -113,7 +110,7 @@ class OneOrder:
         collector: Summand,
         summed: Sequence[Gradients],
         unsummed: Sequence[tuple[Gradients, AllReduce]],
-    ) -> list[Gradients] | None:
+    ) -> Gradients | None:
         """Return the sums for the live tensors whose LiveNode runs, in backward `number`; None if they get them later.
 
         Args:
@@ -123,7 +120,7 @@ class OneOrder:
         live, forward, brought = collector.live, _forward_of(collector), self._brought.get(number)
         if brought is None:
             if not unsummed and (len(self._tokens) == 1 or not self._comes_again(number, collector, live)):
-                return [*summed]
+                return total(summed, len(live))
             brought = self._brought[number] = _Brought()
             engine.call_at_end_of_backward(brought.end)
         brought.waiting += [_Unsummed(forward, live, *each) for each in unsummed]
@@ -136,12 +133,13 @@ class OneOrder:
             if not is_own and self._has_all(brought, number, collector, each.live):
                 # Meanwhile torch may run other LiveNodes in this thread. For these this one is still to come: what they
                 # have waits, and is taken next.
-                _add_to(each.live, reduce(all_added, brought.take(each.live)))
+                _add_to(each.live, brought.take(each.live))
             del each
-        found = brought.take(live) if self._has_all(brought, number, collector, live) else None
-        if found is None and not self._comes_again(number, collector, live):
+        if self._has_all(brought, number, collector, live):
+            return brought.take(live)
+        if not self._comes_again(number, collector, live):
             graph_nodes.skip_hooks_without_gradient(live)  # a backward of their own calls hooks
-        return found
+        return None
 
     def _has_all(self, brought: _Brought, number: int, collector: Summand, live: Sequence[torch.Tensor]) -> bool:
         """Return whether all gradients of some live tensors are summed that this backward brings."""

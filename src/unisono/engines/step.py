@@ -107,7 +107,7 @@ NOTES = {
 }
 
 # Why an output has no gradient by another one to which it leads.
-_IN_PARTS = "replicas compute them in parts (parts=, or rescue=)"
+_IN_PARTS = "replicas may compute them in parts (parts=, or rescue=)"
 _AS_GRAPHS = "replicas run as graphs of kernels (graphs=)"
 
 # torch warns where `.grad` of a tensor that is no leaf is read, as torch.compile does. A replica's parameters have one.
@@ -514,7 +514,7 @@ class Step:
         parameters.sum_over_ranks(call.sync_context)
         if captured.has_checkpoint:
             self._buffers_in_backward = self._replicas.buffers_in_backward(self._pool.source)
-        # Another rank may have run out of memory, and ranks come to as many boundaries.
+        # Another rank may have run out of memory, and backward has to come to equally many boundaries in all ranks.
         may_be_in_parts = self._is_in_parts or (plan.rescue and call.sync_context is not None)
         return ReplicaGraphs(
             timings=self.timings,

@@ -10,7 +10,7 @@ Tensors are identified by numbers that the caller chooses. They have to be plain
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, reduce
 from itertools import accumulate, chain, compress
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
@@ -213,6 +213,11 @@ def added(one: torch.Tensor | None, other: MaybeTensor) -> MaybeTensor:
 def all_added(one: Gradients, other: Gradients) -> Gradients:
     """Return the sums of two lists of gradients."""
     return [*map(added, one, other)]
+
+
+def total(lists: Sequence[Gradients], length: int) -> Gradients:
+    """Return the sums of any number of lists of gradients, each of this length."""
+    return reduce(all_added, lists) if lists else [None] * length
 
 
 def dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:
